@@ -1,0 +1,1 @@
+"""The framework-neutral core: it decides, a backend obeys."""

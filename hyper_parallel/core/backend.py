@@ -1,0 +1,320 @@
+"""The only door between the core and a framework.
+
+A backend is a bundle of Python modules, one per protocol below. `hyper_parallel.backends.torch` and
+`hyper_parallel.backends.mindspore` hold the same file names with the same function names; nothing else in
+HyperParallel calls a framework. A backend supplies tensors, collectives, autograd glue and module surgery;
+it never decides an order, an owner, a group, a layout or a size.
+
+`Tensor`, `Parameter` and `Module` below stand for the framework's own types: `torch.Tensor`,
+`torch.nn.Parameter`, `torch.nn.Module`, or `mindspore.Tensor`, `mindspore.Parameter`, `mindspore.nn.Cell`.
+Dtypes are named by their numpy spelling: "float32", "float16", "bfloat16", "float64", "int32", "int64", ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Mapping, NamedTuple, Protocol, Sequence
+
+import numpy as np
+
+Tensor = Any
+Parameter = Any
+Module = Any
+
+
+class Tensors(Protocol):
+    """Tensors without autograd. Every function that ends in `_` changes its first argument in place, really."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Tell whether `value` is a tensor of this framework."""
+
+    def dtype_name(self, tensor: Tensor) -> str:
+        """The dtype by its numpy spelling, "bfloat16" included."""
+
+    def from_numpy(self, array: np.ndarray, dtype: str | None = None) -> Tensor:
+        """A new tensor on this process's device holding a copy of `array`, cast to `dtype` when given."""
+
+    def to_numpy(self, tensor: Tensor) -> np.ndarray:
+        """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """A new contiguous tensor on this process's device, contents undefined."""
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """A new contiguous tensor of zeros on this process's device."""
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
+
+    def alias(self, flat: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+        """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
+        tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history."""
+
+    def copy_(self, target: Tensor, source: Tensor) -> None:
+        """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
+
+    def scale_(self, tensor: Tensor, factor: float) -> None:
+        """Multiply a contiguous tensor, possibly an alias, in place."""
+
+    def add_(self, tensor: Tensor, other: Tensor) -> None:
+        """Add `other`, of the same shape, to a contiguous tensor, possibly an alias, in place."""
+
+    def chunk_rows(self, tensor: Tensor, dim: int, pieces: Sequence[int]) -> list[Tensor]:
+        """Contiguous copies of consecutive pieces along `dim`, of the given lengths (zero allowed)."""
+
+    def concatenate(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        """Join along `dim`; empty pieces allowed."""
+
+    def storage_bytes(self, tensor: Tensor) -> int:
+        """Bytes that the storage of `tensor` holds now; 0 after `release_storage`."""
+
+    def release_storage(self, tensor: Tensor) -> None:
+        """Give the memory back; every alias keeps its shape but must not be read until `restore_storage`."""
+
+    def restore_storage(self, tensor: Tensor) -> None:
+        """Take memory again for the `numel` elements of the 1-D `tensor`; contents undefined, aliases valid again."""
+
+    def squared_norm(self, tensors: Iterable[Tensor]) -> float:
+        """Sum of squares of all elements of all tensors, accumulated in float64 where the device has it."""
+
+    def memory_bytes(self) -> int:
+        """Peak bytes held by this process's device, or, on a CPU, the peak resident size of the process."""
+
+
+class Group(Protocol):
+    """A set of ranks that communicate. `ranks` are global, in order; `index` is this process's place among them."""
+
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Return when the output may be read and the input may be changed. Calling it twice is harmless."""
+
+
+class Collectives(Protocol):
+    """Collectives on contiguous tensors. Outputs are written in place, aliases included.
+
+    All reductions are sums. With `async_op` a call returns at once and the result is there after `Work.wait()`;
+    without it the returned work is already done. All ranks of a group call in the same order. A group of one
+    moves nothing over a network and gives the same results. Errors are `CommunicationError`s that name the
+    operation, the ranks of the group and the rank that noticed; shapes, dtypes and contiguity are checked before
+    anything is launched.
+    """
+
+    def initialize(self, launch: "Launch") -> None:
+        """Join the job: set the device, connect to the other ranks. Called once per process, before anything else.
+
+        Raises `CommunicationError` when a rank does not come within `launch.timeout_s`."""
+
+    def shutdown(self) -> None:
+        """Leave the job; harmless when not initialised."""
+
+    def is_initialized(self) -> bool:
+        """Tell whether `initialize` has run."""
+
+    def rank(self) -> int:
+        """Global rank of this process; 0 before `initialize`."""
+
+    def world_size(self) -> int:
+        """Number of ranks; 1 before `initialize`."""
+
+    def world(self) -> Group:
+        """The group of all ranks."""
+
+    def groups(self, partition: Sequence[Sequence[int]]) -> Group | None:
+        """The group of `partition` (disjoint lists of global ranks) that holds this rank, or None.
+
+        Called by every rank with the same partition in the same order; process groups are made once and reused."""
+
+    def all_gather(self, output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Work:
+        """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Work:
+        """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
+
+    def all_reduce(self, tensor: Tensor, group: Group, async_op: bool = False) -> Work:
+        """Sum over the group, in place."""
+
+    def broadcast(self, tensor: Tensor, source: int, group: Group, async_op: bool = False) -> Work:
+        """Overwrite `tensor` with that of global rank `source`."""
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: Group,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Send piece j of the flat `input` to group member j, receive piece i of the flat `output` from member i.
+        Splits are element counts (zero allowed), equal when not given."""
+
+    def send(self, tensor: Tensor, destination: int, group: Group, async_op: bool = False) -> Work:
+        """Send to global rank `destination`. Sends and receives of a pair match in order; there are no tags."""
+
+    def receive(self, tensor: Tensor, source: int, group: Group, async_op: bool = False) -> Work:
+        """Receive into `tensor` from global rank `source`."""
+
+    def barrier(self, group: Group | None = None) -> None:
+        """Return when every rank of the group (default: world) has called."""
+
+    def gather_objects(self, value: object, group: Group | None = None) -> list[object]:
+        """Every rank's picklable `value`, in group order. For small things outside the step."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process joins the others.
+
+    `launcher` is "torchrun", "msrun" or "rank_table" when such a launcher started it (the framework then reads
+    its own environment), "local" when `hyper-parallel` did, "single" for one process alone.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    master_address: str = "127.0.0.1"
+    master_port: int = 0
+    launcher: str = "single"
+    timeout_s: float = 120.0
+
+
+class Autograd(Protocol):
+    """What the engine must do for parameters that come and go."""
+
+    def grad_enabled(self) -> bool:
+        """Tell whether operations are being recorded."""
+
+    def no_grad(self) -> ContextManager[None]:
+        """Record nothing inside."""
+
+    def requires_grad(self, tensor: Tensor) -> bool:
+        """Tell whether a gradient will flow to `tensor`."""
+
+    def attach(
+        self,
+        parameters: Sequence[Parameter],
+        fulls: Sequence[Tensor],
+        on_gradients: Callable[[list[Tensor | None]], list[Tensor]],
+    ) -> list[Tensor]:
+        """Tensors over the storage of `fulls` whose gradients flow to `parameters` through one node.
+
+        When the gradients of all of them are complete, `on_gradients` gets them (None where nothing flowed; each
+        of the full shape) and returns one tensor per parameter, of the parameter's shape, that holds the
+        parameter's gradient at the latest when the callbacks of `queue_final_callback` have run."""
+
+    def deliver(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Hand a finished gradient to the parameter where the engine has not done so already (accumulating)."""
+
+    def on_gradient(self, tensor: Tensor, callback: Callable[[], None]) -> None:
+        """Call back in backward when the gradient of a recorded `tensor` is complete, before it flows further."""
+
+    def queue_final_callback(self, callback: Callable[[], None]) -> None:
+        """Inside backward only: call back once all gradients are complete, before backward returns."""
+
+    def value_and_grad(
+        self, function: Callable[..., Tensor], parameters: Sequence[Parameter]
+    ) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:
+        """`function`, returning (value, gradients of `parameters`); nothing is left on the parameters.
+
+        `function` returns a scalar tensor. An unused parameter's gradient is None or zeros, as the framework has it."""
+
+
+class ParameterUse(NamedTuple):
+    """One place where a module holds a parameter; a tied parameter has several."""
+
+    name: str
+    owner: Module
+    attribute: str
+    parameter: Parameter
+
+
+class HookHandle(Protocol):
+    """A registered hook."""
+
+    def remove(self) -> None:
+        """Take the hook away; harmless when done twice."""
+
+
+class Modules(Protocol):
+    """Reading a model and replacing what it sees, without changing its class or its code."""
+
+    def is_module(self, value: object) -> bool:
+        """Tell whether `value` is a model of this framework."""
+
+    def named_modules(self, module: Module) -> Iterator[tuple[str, Module]]:
+        """Every module once with its qualified name ("" for the root), parents before children."""
+
+    def parameter_uses(self, module: Module) -> list[ParameterUse]:
+        """Every use of every parameter below `module`, in definition order, tied ones repeated."""
+
+    def load_parameters(self, module: Module, values: Mapping[str, np.ndarray]) -> None:
+        """Overwrite whole (not yet sharded) parameters from numpy, by name.
+
+        Raises `ConfigError` that lists missing and unknown names and wrong shapes; then nothing is changed."""
+
+    def is_trainable(self, parameter: Parameter) -> bool:
+        """Tell whether the parameter asks for a gradient."""
+
+    def replace_parameter(self, uses: Sequence[ParameterUse], value: Tensor) -> Parameter:
+        """Make every use hold a parameter with the data of `value` (not copied), of any shape, with the name and
+        trainability of the old one. Returns the parameter that the module holds now; frameworks that allow it keep
+        the object."""
+
+    def shadow(self, owner: Module, attribute: str, tensor: Tensor) -> None:
+        """Let `owner.attribute` read `tensor` while the registered parameter stays what it is."""
+
+    def unshadow(self, owner: Module, attribute: str) -> None:
+        """End `shadow`; harmless when there is none."""
+
+    def before_forward(self, module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
+        """Call `hook(args, kwargs)` before each forward of `module`."""
+
+    def after_forward(self, module: Module, hook: Callable[[Any], None]) -> HookHandle:
+        """Call `hook(output)` after each forward of `module`."""
+
+
+class Training(Protocol):
+    """What a training loop needs from the framework: its own optimizer and a loss."""
+
+    def adamw(
+        self,
+        groups: Sequence[tuple[Sequence[Parameter], float]],
+        learning_rate: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> Any:
+        """The framework's AdamW over `(parameters, weight_decay)` groups (decay decoupled)."""
+
+    def set_learning_rate(self, optimizer: Any, learning_rate: float) -> None:
+        """Set it for every group."""
+
+    def apply_gradients(
+        self, optimizer: Any, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """One optimizer step with `gradients`, which belong to `parameters` in order."""
+
+    def cross_entropy_sum(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+        """Sum over tokens of the cross entropy of `logits` [..., V] and integer `targets` [...], as a scalar;
+        targets equal to `ignore_index` count nothing."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One framework, as the core sees it. `device` is "cpu", "cuda" or "npu"."""
+
+    name: str
+    tensors: Tensors
+    collectives: Collectives
+    autograd: Autograd
+    modules: Modules
+    training: Training
