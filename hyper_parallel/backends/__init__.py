@@ -91,6 +91,8 @@ def _explain(name: str, error: BaseException) -> str:
         )
     if name == "mindspore" and ("libascend" in text or "libhccl" in text or "CANN" in text):
         return f"MindSpore finds no usable CANN ({detail}): source CANN's set_env.sh"
+    if "cannot open shared object file" in text:
+        return f"{_TITLES[name]} lacks a system library ({detail}): install the system package that holds it"
     return (
         f"{_TITLES[name]} is installed but can't be imported ({detail}): "
         f"run pip install --force-reinstall 'hyper-parallel[{name}]'"

@@ -82,6 +82,12 @@ def test_mindspore_without_cann_names_set_env(tmp_path):
     assert "libascendcl.so" in message and "set_env.sh" in message
 
 
+def test_a_missing_system_library_is_named(tmp_path):
+    failing = 'raise ImportError("libgomp.so.1: cannot open shared object file: No such file or directory")'
+    message = reason("mindspore", "", package(tmp_path, "mindspore", failing))
+    assert "libgomp.so.1" in message and "install the system package" in message
+
+
 @pytest.mark.parametrize("name", ["torch", "mindspore"])
 def test_a_broken_installation_shows_its_cause_on_one_line(name, tmp_path):
     message = reason(name, "", package(tmp_path, name, 'raise OSError("libgomp.so.1:\\n  wrong ELF class")'))
