@@ -1,0 +1,93 @@
+"""One rank of a `tests.pool.Pool`: joins the others, then runs the bodies it is sent until the pipe closes."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, Callable
+
+from tests.pool import Raised, Returned
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the pipe whose number is the first argument, on behalf of the process that is the second."""
+    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    die_with(parent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    backend = None
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            leave()
+        if backend is None:  # the first request says who this is
+            backend, reply = start(request)
+        else:
+            reply = answer(lambda: call(backend, request))
+        connection.send_bytes(reply)
+
+
+def die_with(parent: int) -> None:
+    """End this process, even inside a collective, when `parent` ends (Linux; elsewhere the closed pipe does it,
+    once the body is done)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the line above
+            leave()
+
+
+def start(request: bytes) -> tuple[Any, bytes]:
+    """Load the backend and join the job; returns the backend and the reply."""
+    loaded = []
+
+    def join() -> None:
+        from hyper_parallel.backends import load
+
+        name, launch = pickle.loads(request)
+        backend = load(name)
+        backend.collectives.initialize(launch)
+        loaded.append(backend)
+
+    reply = answer(join)
+    return (loaded[0] if loaded else None), reply
+
+
+def call(backend: Any, request: bytes) -> Any:
+    """Run one body."""
+    name, args, kwargs = pickle.loads(request)
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)(backend, *args, **kwargs)
+
+
+def answer(work: Callable[[], Any]) -> bytes:
+    """The pickled reply: what `work` returns or raises; a result that can't be pickled is an error of the body."""
+    try:
+        return pickle.dumps(Returned(work()))
+    except BaseException as error:  # whatever it is, the test must see it
+        when = time.monotonic()
+        story = traceback.TracebackException.from_exception(error)
+        frames = [frame for frame in story.stack if frame.filename != __file__]  # this file's tell nothing
+        story.stack = traceback.StackSummary.from_list(frames)
+        return pickle.dumps(Raised(when, "".join(story.format())))
+
+
+def leave() -> None:
+    """End at once: frameworks may wait for peers in their exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
