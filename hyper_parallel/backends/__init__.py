@@ -16,6 +16,7 @@ NAMES = ("mindspore", "torch")
 
 _TITLES = {"mindspore": "MindSpore", "torch": "PyTorch"}
 _MODEL_CLASSES = {"mindspore": "Cell", "torch": "Module"}
+_TENSOR_CLASSES = {"mindspore": "Tensor", "torch": "Tensor"}
 
 # A framework whose import failed half-way fails differently, and misleadingly, the second time in one process.
 _failed_imports: dict[str, str] = {}
@@ -42,12 +43,24 @@ def of_model(model: Any) -> Backend:
 
     Raises `ConfigError` for anything else.
     """
-    for cls in type(model).__mro__:
+    return _of_class(model, _MODEL_CLASSES, "a model", "a torch.nn.Module or a mindspore.nn.Cell")
+
+
+def of_tensor(tensor: Any) -> Backend:
+    """The backend of a `torch.Tensor` or a `mindspore.Tensor`, parameters included, seen from its class alone.
+
+    Raises `ConfigError` for anything else.
+    """
+    return _of_class(tensor, _TENSOR_CLASSES, "a tensor", "a torch.Tensor or a mindspore.Tensor")
+
+
+def _of_class(value: Any, classes: dict[str, str], what: str, expected: str) -> Backend:
+    for cls in type(value).__mro__:
         root = cls.__module__.partition(".")[0]
-        if cls.__name__ == _MODEL_CLASSES.get(root):
+        if cls.__name__ == classes.get(root):
             return load(root)
-    kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    raise ConfigError(f"not a model: found {kind}, expected a torch.nn.Module or a mindspore.nn.Cell")
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise ConfigError(f"not {what}: found {kind}, expected {expected}")
 
 
 def available() -> dict[str, str | None]:

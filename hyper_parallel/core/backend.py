@@ -221,6 +221,9 @@ class Autograd(Protocol):
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         """Inside backward only: call back once all gradients are complete, before backward returns."""
 
+    def in_backward(self) -> bool:
+        """Tell whether the engine is running a backward pass on this thread now (so a forward is a recompute)."""
+
     def value_and_grad(
         self, function: Callable[..., Tensor], parameters: Sequence[Parameter]
     ) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:

@@ -1,0 +1,53 @@
+"""HyperParallel: one static sharding plan, run on MindSpore or PyTorch. Importing this imports no framework."""
+
+from importlib import import_module as _import_module
+from typing import Any
+
+_WHERE = {
+    # Mesh and placements: pure data.
+    "DeviceMesh": "core.mesh",
+    "Topology": "core.topology",
+    "Layout": "core.layout",
+    "Shard": "core.placement",
+    "Replicate": "core.placement",
+    "Partial": "core.placement",
+    # The plan.
+    "ModelDescription": "core.plan.model",
+    "ShardingPlan": "core.plan.plan",
+    "plan": "api",
+    # Running it.
+    "Launch": "core.backend",
+    "initialize": "api",
+    "parallelize": "api",
+    "fully_shard": "api",
+    "restore": "api",
+    "layout_of": "api",
+    "trainable_parameters": "api",
+    "full_parameters": "api",
+    "value_and_grad": "api",
+    "clip_grad_norm_": "api",
+    # Errors.
+    "HyperParallelError": "core.errors",
+    "BackendUnavailable": "core.errors",
+    "ConfigError": "core.errors",
+    "PlanError": "core.errors",
+    "LayoutError": "core.errors",
+    "ContractError": "core.errors",
+    "CheckpointError": "core.errors",
+    "CommunicationError": "core.errors",
+}
+
+__all__ = sorted(_WHERE)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}")
+    value = getattr(_import_module(f"hyper_parallel.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

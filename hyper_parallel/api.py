@@ -1,0 +1,161 @@
+"""The public functions: look at the model, pick its backend, call the core."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable, Sequence
+
+import numpy as np
+
+from hyper_parallel import backends
+from hyper_parallel.core.backend import Launch, Module, Parameter, Tensor
+from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.fsdp import build, clip
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Shard
+from hyper_parallel.core.plan.fully_sharded import plan_fully_sharded
+from hyper_parallel.core.plan.model import ModelDescription, describe
+from hyper_parallel.core.plan.plan import ShardingPlan
+
+
+def initialize(backend: str, launch: Launch | None = None) -> None:
+    """Join the ranks of this job with `backend` ("mindspore" or "torch"). Call it once, before anything else.
+
+    `launch` says how; when it is not given the launcher's environment does (`torchrun`, `msrun`, a rank table), and
+    without one this process is alone.
+
+    Raises:
+        BackendUnavailable: the framework is missing; the message says what to install.
+        CommunicationError: a rank did not come in time.
+    """
+    from hyper_parallel.core.launch import launch_from_environment
+
+    backends.load(backend).collectives.initialize(launch or launch_from_environment())
+
+
+def plan(model: Module | ModelDescription, mesh: DeviceMesh) -> ShardingPlan:
+    """Derive the sharding plan of a model on a mesh. Nothing is launched and the model is not changed.
+
+    Raises:
+        PlanError: the model can't be planned on this mesh.
+    """
+    description = model if isinstance(model, ModelDescription) else describe(model, backends.of_model(model))
+    return plan_fully_sharded(description, mesh)
+
+
+def parallelize(model: Module, plan: ShardingPlan) -> Module:
+    """Apply a plan to the model that it was made for, in place, and return the model. Called by every rank.
+
+    Afterwards every parameter holds its local shard; build the optimizer from `model`'s parameters after this call.
+    MindSpore fixes the shape of a parameter's gradient when the parameter is made, so there the parameters are new objects.
+
+    Raises:
+        ConfigError: the plan is another model's; then nothing is changed.
+    """
+    build.apply_plan(backends.of_model(model), model, plan)
+    return model
+
+
+def fully_shard(
+    module: Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Module:
+    """Shard the parameters of a module fully, as PyTorch's `fully_shard` does, on either backend.
+
+    The parameters below `module` that no inner unit holds become one unit: gathered before the module's forward, freed after
+    it, gathered again in backward; gradients are reduce-scattered over the `shard` axis, all-reduced over `replicate`, and
+    are the mean over both. Call it on inner modules first, on the model last.
+
+    Args:
+        module: a `torch.nn.Module` or `mindspore.nn.Cell`, changed in place and returned.
+        mesh: axes `replicate` and `shard`; by default all ranks on `shard`.
+        reshard_after_forward: free the full parameters between forward and backward. By default yes, except for the outermost
+            unit, which is needed again at once.
+        shard_placement_fn: for a parameter (whole), the `Shard(dim)` to use, or None for `Shard(0)`. A dim other than 0 costs
+            a copy for each gather and each reduce-scatter.
+        ignored_params: parameters to leave as they are.
+
+    Raises:
+        ConfigError: an argument that this version does not offer (`mp_policy`, `offload_policy`, `dp_mesh_dims`, a number for
+            `reshard_after_forward`), a module that is a unit already, or a parameter tied into an inner unit.
+    """
+    for name, value in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
+        if value is not None:
+            raise ConfigError(f"fully_shard: {name} is not offered yet, parameters and gradients keep their dtype and device")
+    if dp_mesh_dims is not None:
+        raise ConfigError("fully_shard: dp_mesh_dims is not needed, the mesh axes 'replicate' and 'shard' say it by name")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ConfigError(
+            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; True, False or None is offered, resharding to "
+            "a smaller group is not"
+        )
+    if isinstance(module, (list, tuple)):
+        raise ConfigError("fully_shard takes one module; call it on each module of the list, or on their parent")
+    backend = backends.of_model(module)
+    build.fully_shard(
+        backend, module, mesh, reshard_after_forward, shard_placement_fn, tuple(ignored_params or ())
+    )
+    return module
+
+
+def restore(model: Module) -> Module:
+    """Undo `parallelize` and `fully_shard` below `model`: whole parameters, no hooks. Called by every rank."""
+    build.restore(backends.of_model(model), model)
+    return model
+
+
+def layout_of(parameter: Parameter) -> Layout | None:
+    """The layout of a parameter at rest; None when HyperParallel has not sharded it."""
+    return build.layout_of(parameter)
+
+
+def trainable_parameters(model: Module) -> list[tuple[str, Parameter]]:
+    """Name and parameter of everything that asks for a gradient, in definition order, tied parameters once."""
+    backend = backends.of_model(model)
+    found: dict[int, tuple[str, Parameter]] = {}
+    for use in backend.modules.parameter_uses(model):
+        if backend.modules.is_trainable(use.parameter):
+            found.setdefault(id(use.parameter), (use.name, use.parameter))
+    return list(found.values())
+
+
+def full_parameters(model: Module) -> dict[str, np.ndarray]:
+    """Every parameter, whole, as numpy on every rank, by its first name. Called by every rank."""
+    return build.full_parameters(backends.of_model(model), model)
+
+
+def value_and_grad(
+    function: Callable[..., Tensor], parameters: Sequence[Parameter]
+) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:
+    """`function`, returning its value and the gradients of `parameters`, on either backend.
+
+    Gradients of sharded parameters are the local shards of the mean over all ranks.
+    """
+    if not parameters:
+        raise ConfigError("value_and_grad: there is no parameter to take a gradient of")
+    return backends.of_tensor(parameters[0]).autograd.value_and_grad(function, parameters)
+
+
+def clip_grad_norm_(model: Module, gradients: Sequence[Tensor | None], max_norm: float) -> float:
+    """Scale gradients in place so that their global 2-norm is at most `max_norm`. Called by every rank.
+
+    Every element of the model counts once, however it is sharded or replicated.
+
+    Args:
+        model: the model, parallelized or not.
+        gradients: one for each of `trainable_parameters(model)`, in order; None counts as zero.
+        max_norm: `float("inf")` only measures.
+
+    Returns:
+        The norm before scaling, the same on every rank.
+    """
+    backend = backends.of_model(model)
+    parameters = [parameter for _, parameter in trainable_parameters(model)]
+    return clip.clip_grad_norm_(backend, model, parameters, gradients, max_norm)

@@ -1,0 +1,93 @@
+"""Autograd glue for PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, ContextManager, Sequence
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hyper_parallel.core.backend import Parameter, Tensor
+
+
+def grad_enabled() -> bool:
+    """See `core.backend.Autograd`."""
+    return torch.is_grad_enabled()
+
+
+def no_grad() -> ContextManager[None]:
+    """See `core.backend.Autograd`."""
+    return torch.no_grad()
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """See `core.backend.Autograd`."""
+    return tensor.requires_grad
+
+
+class _Attach(torch.autograd.Function):
+    """Identity from parameters to their full tensors; hands the gradients out instead of passing them on."""
+
+    @staticmethod
+    def forward(ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], *parameters: Parameter) -> tuple[Tensor, ...]:
+        ctx.on_gradients = on_gradients
+        ctx.set_materialize_grads(False)
+        return tuple(fulls)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.on_gradients(list(gradients))
+        return (None, None) + (None,) * len(gradients)  # `deliver` sets them once they are reduced
+
+
+def attach(
+    parameters: Sequence[Parameter],
+    fulls: Sequence[Tensor],
+    on_gradients: Callable[[list[Tensor | None]], list[Tensor]],
+) -> list[Tensor]:
+    """See `core.backend.Autograd`."""
+    return list(_Attach.apply(on_gradients, list(fulls), *parameters))
+
+
+def deliver(parameter: Parameter, gradient: Tensor) -> None:
+    """See `core.backend.Autograd`."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def on_gradient(tensor: Tensor, callback: Callable[[], None]) -> None:
+    """See `core.backend.Autograd`."""
+    tensor.register_hook(lambda gradient: callback())
+
+
+def queue_final_callback(callback: Callable[[], None]) -> None:
+    """See `core.backend.Autograd`. The engine's own queue, as PyTorch's DDP and FSDP use it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """See `core.backend.Autograd`."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def value_and_grad(
+    function: Callable[..., Tensor], parameters: Sequence[Parameter]
+) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:
+    """See `core.backend.Autograd`."""
+
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor | None]]:
+        kept = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            value = function(*args, **kwargs)
+            value.backward()
+            return value.detach(), [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, kept):
+                parameter.grad = gradient
+
+    return run

@@ -1,0 +1,113 @@
+"""One fully sharded parameter: its shard at rest, its buffer, and the moves between them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Sequence
+
+from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
+from hyper_parallel.core.fsdp.spec import ShardSpec
+from hyper_parallel.core.layout import Layout
+
+
+class ShardedParameter:
+    """The shard at rest, and a persistent buffer of which the full parameter is a view.
+
+    The buffer's storage exists only while the parameter is gathered. Tensors over it, those that autograd saved
+    included, stay the same objects and become valid again with the next gather. A parameter that is whole on every rank
+    has no buffer: its full tensor is itself.
+    """
+
+    def __init__(self, backend: Backend, spec: ShardSpec, uses: Sequence[ParameterUse]):
+        self.spec = spec
+        self.uses = list(uses)
+        self._tensors = backend.tensors
+        self._collectives = backend.collectives
+        self.parameter = uses[0].parameter
+        self._buffer: Tensor | None = None
+        if not spec.is_whole:
+            self.parameter = backend.modules.replace_parameter(self.uses, self._cut(self.parameter))
+            self._buffer = self._tensors.empty(
+                (spec.gathered_numel if spec.dim == 0 else spec.numel,), spec.dtype
+            )
+            self.free()
+
+    @property
+    def layout(self) -> Layout:
+        """Where the shard stands in the full parameter."""
+        return self.spec.layout
+
+    def full(self) -> Tensor:
+        """The full parameter as a fresh tensor without history. Read it only while it is gathered."""
+        if self._buffer is None:
+            return self._tensors.alias(self._tensors.flat(self.parameter), 0, self.spec.shape)
+        return self._tensors.alias(self._buffer, 0, self.spec.shape)
+
+    def held_bytes(self) -> int:
+        """Bytes that the buffer holds now."""
+        return 0 if self._buffer is None else self._tensors.storage_bytes(self._buffer)
+
+    def issue_gather(self, group: Group) -> "Gathering":
+        """Start filling the buffer. A leading-dim shard lands where it belongs; another dim is joined afterwards."""
+        spec = self.spec
+        if self._buffer is None:
+            return Gathering(None, lambda: None)
+        self._tensors.restore_storage(self._buffer)
+        piece = self._pad(self._tensors.flat(self.parameter), spec.piece_numel)
+        if spec.dim == 0:
+            return Gathering(self._collectives.all_gather(self._buffer, piece, group, async_op=True), lambda: None)
+        gathered = self._tensors.empty((spec.gathered_numel,), spec.dtype)
+        work = self._collectives.all_gather(gathered, piece, group, async_op=True)
+        return Gathering(work, lambda: self._join(gathered))
+
+    def free(self) -> None:
+        """Give the buffer's memory back."""
+        if self._buffer is not None:
+            self._tensors.release_storage(self._buffer)
+
+    def pieces_of(self, gradient: Tensor) -> Tensor:
+        """A full gradient as the flat pieces of all ranks, padded; the gradient's own storage where it fits."""
+        spec = self.spec
+        if spec.dim == 0:
+            return self._pad(self._tensors.flat(gradient), spec.gathered_numel)
+        parts = self._tensors.chunk_rows(gradient, spec.dim, [shape[spec.dim] for shape in spec.piece_shapes])
+        padded = [self._pad(self._tensors.flat(part), spec.piece_numel) for part in parts]
+        return self._tensors.concatenate(padded, 0)
+
+    def _cut(self, full: Tensor) -> Tensor:
+        part, dim = self.layout.slices(self.spec.rank)[self.spec.dim], self.spec.dim
+        lengths = [part.start, part.stop - part.start, self.spec.shape[dim] - part.stop]
+        return self._tensors.chunk_rows(full, dim, lengths)[1]
+
+    def _pad(self, flat: Tensor, numel: int) -> Tensor:
+        if prod(flat.shape) == numel:
+            return flat
+        padded = self._tensors.zeros((numel,), self.spec.dtype)
+        held = prod(flat.shape)
+        if held:
+            self._tensors.copy_(self._tensors.alias(padded, 0, (held,)), flat)
+        return padded
+
+    def _join(self, gathered: Tensor) -> None:
+        spec = self.spec
+        pieces = [
+            self._tensors.alias(gathered, index * spec.piece_numel, shape)
+            for index, shape in enumerate(spec.piece_shapes)
+        ]
+        joined = self._tensors.concatenate(pieces, spec.dim)
+        if spec.numel:
+            self._tensors.copy_(self._buffer, self._tensors.flat(joined))
+
+
+class Gathering:
+    """A gather in flight; `wait` returns when the full parameter may be read."""
+
+    def __init__(self, work: Work | None, finish):
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait for the collective, then put the pieces where they belong."""
+        if self._work is not None:
+            self._work.wait()
+        self._finish()

@@ -1,0 +1,118 @@
+"""Carries the schedule's events out on real units, through a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Callable, Sequence
+
+from hyper_parallel.core.backend import Backend, Tensor, Work
+from hyper_parallel.core.fsdp.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.fsdp.unit import Unit
+
+
+class UnitReduction:
+    """The gradients of one unit on their way from full and local to sharded and global.
+
+    `shards` holds one tensor per trainable parameter, of its local shape. They are allocated at once, filled by the
+    collectives, and final when the reduction is settled. A parameter without a gradient counts as zero: another rank
+    may have one.
+    """
+
+    def __init__(self, unit: "Unit", gradients: Sequence[Tensor | None]):
+        self.unit = unit
+        self._tensors = unit.backend.tensors
+        self.gradients: list[Tensor | None] = list(gradients)
+        self.works: list[Work] = []
+        self.outputs = [
+            self._tensors.empty((parameter.spec.piece_numel,), parameter.spec.dtype) for parameter in unit.trainable
+        ]
+        self.shards = [
+            self._tensors.alias(output, 0, parameter.spec.local_shape)
+            for parameter, output in zip(unit.trainable, self.outputs)
+        ]
+
+    def full_gradient(self, index: int) -> Tensor:
+        """The gradient of a trainable parameter as autograd gave it; zeros when it gave none."""
+        gradient = self.gradients[index]
+        spec = self.unit.trainable[index].spec
+        return self._tensors.zeros(spec.shape, spec.dtype) if gradient is None else gradient
+
+    def wait(self) -> None:
+        """Wait for everything issued so far."""
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+
+
+class BackendRuntime:
+    """The `Runtime` of the schedule on a backend."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+    def gather(self, unit: "Unit") -> None:
+        """Issue the parameters' gathers together, wait for them one by one."""
+        with self._backend.autograd.no_grad():
+            for gathering in [each.issue_gather(unit.shard_group) for each in unit.parameters]:
+                gathering.wait()
+
+    def free(self, unit: "Unit") -> None:
+        """Empty the buffers."""
+        for each in unit.parameters:
+            each.free()
+
+    def issue_reduce_scatter(self, reduction: UnitReduction) -> None:
+        """One reduce-scatter a parameter; a whole parameter on several shard ranks takes an all-reduce."""
+        unit, collectives = reduction.unit, self._backend.collectives
+        with self._backend.autograd.no_grad():
+            for index, (parameter, output) in enumerate(zip(unit.trainable, reduction.outputs)):
+                gradient = reduction.full_gradient(index)
+                if parameter.spec.is_whole:
+                    self._copy(output, gradient)
+                    work = collectives.all_reduce(output, unit.shard_group, async_op=True)
+                else:
+                    pieces = parameter.pieces_of(gradient)
+                    work = collectives.reduce_scatter(output, pieces, unit.shard_group, async_op=True)
+                reduction.works.append(work)
+
+    def wait_reduce_scatter(self, reduction: UnitReduction) -> None:
+        """Wait, let go of the full gradients, and take the mean over all ranks that contribute."""
+        reduction.wait()
+        reduction.gradients = []
+        count = reduction.unit.shard_group.size * reduction.unit.replica_group.size
+        for output in reduction.outputs:
+            self._backend.tensors.scale_(output, 1.0 / count)
+
+    def issue_all_reduce(self, reduction: UnitReduction) -> None:
+        """One all-reduce a parameter over the replicas, where there are any."""
+        group = reduction.unit.replica_group
+        if group.size > 1:
+            with self._backend.autograd.no_grad():
+                for output in reduction.outputs:
+                    reduction.works.append(self._backend.collectives.all_reduce(output, group, async_op=True))
+
+    def wait_all_reduce(self, reduction: UnitReduction) -> None:
+        """Wait for the replicas."""
+        reduction.wait()
+
+    def settle(self, reduction: UnitReduction) -> None:
+        """Hand each shard of a gradient to its parameter."""
+        with self._backend.autograd.no_grad():
+            if not reduction.unit.needs_reduction:
+                for index, output in enumerate(reduction.outputs):
+                    self._copy(output, reduction.full_gradient(index))
+                reduction.gradients = []
+            for parameter, shard in zip(reduction.unit.trainable, reduction.shards):
+                self._backend.autograd.deliver(parameter.parameter, shard)
+
+    def in_backward(self) -> bool:
+        """Ask the engine."""
+        return self._backend.autograd.in_backward()
+
+    def call_at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Ask the engine."""
+        self._backend.autograd.queue_final_callback(callback)
+
+    def _copy(self, output: Tensor, gradient: Tensor) -> None:
+        self._backend.tensors.copy_(output, self._backend.tensors.flat(gradient))

@@ -1,0 +1,149 @@
+"""Device meshes: named axes over ranks, as pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Mapping, Sequence
+
+import numpy as np
+
+from hyper_parallel.core.errors import LayoutError
+
+AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
+"""Every axis name there is, outermost first."""
+
+
+@dataclass(frozen=True, init=False)
+class DeviceMesh:
+    """Ranks arranged along named axes.
+
+    `DeviceMesh((2, 4), ("replicate", "shard"))` places ranks 0..7 in row-major order: the last axis varies fastest.
+    Another order, or a part of a job, is given by `ranks`. An axis that is absent behaves exactly like an axis of
+    size one, so every question about axes accepts all names in `AXES`.
+
+    Args:
+        shape: size of every axis, each at least 1.
+        names: axis names out of `AXES`, outermost first as in `AXES`.
+        ranks: global ranks in row-major order, distinct; `range(prod(shape))` when not given.
+
+    Raises:
+        LayoutError: names unknown, repeated or out of order; sizes or ranks that do not fit.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    ranks: tuple[int, ...] = field(repr=False)
+
+    def __init__(self, shape: Sequence[int], names: Sequence[str], ranks: Sequence[int] | None = None):
+        shape, names = tuple(int(size) for size in shape), tuple(names)
+        ranks = tuple(range(prod(shape))) if ranks is None else tuple(int(rank) for rank in ranks)
+        _check_mesh(shape, names, ranks)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "ranks", ranks)
+
+    @classmethod
+    def from_sizes(cls, sizes: Mapping[str, int]) -> "DeviceMesh":
+        """A mesh from `{axis name: size}` in any order; ranks are contiguous."""
+        known = [name for name in AXES if name in sizes]
+        unknown = [name for name in sizes if name not in AXES]
+        return cls([sizes[name] for name in known + unknown], known + unknown)
+
+    def __str__(self) -> str:
+        return "x".join(f"{name}={size}" for name, size in zip(self.names, self.shape)) or "one rank"
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def _grid(self) -> np.ndarray:
+        return np.array(self.ranks, dtype=np.int64).reshape(self.shape)
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.ranks)}
+
+    def axis_size(self, name: str) -> int:
+        """Size of an axis; 1 when the mesh does not have it."""
+        self._check_axes((name,))
+        return self.shape[self.names.index(name)] if name in self.names else 1
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """`{axis name: coordinate}` of a global rank.
+
+        Raises:
+            LayoutError: the rank is not in the mesh.
+        """
+        if rank not in self._position:
+            raise LayoutError(f"rank {rank} is not in the mesh {self}, which holds the ranks {_short(self.ranks)}")
+        return dict(zip(self.names, map(int, np.unravel_index(self._position[rank], self.shape))))
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Coordinate of a global rank along one axis; 0 along an axis that the mesh does not have."""
+        self._check_axes((axis,))
+        return self.coordinates(rank).get(axis, 0)
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The global rank at the given coordinates; an axis that is not named counts as 0."""
+        self._check_axes(coordinates)
+        for name, value in coordinates.items():
+            if not 0 <= value < self.axis_size(name):
+                raise LayoutError(f"coordinate {name}={value} is outside the mesh {self}")
+        return int(self._grid[tuple(coordinates.get(name, 0) for name in self.names)])
+
+    def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ only along `axes`: a partition of the mesh.
+
+        Groups come in row-major order of the other axes, and ranks inside a group in row-major order of `axes` as the
+        mesh has them. Along axes of size one (or none at all) every rank is a group of its own.
+        """
+        self._check_axes(axes)
+        inside = [index for index, name in enumerate(self.names) if name in axes]
+        outside = [index for index in range(len(self.names)) if index not in inside]
+        width = prod(self.shape[index] for index in inside)
+        rows = self._grid.transpose(outside + inside).reshape(-1, width)
+        return tuple(tuple(int(rank) for rank in row) for row in rows)
+
+    def group_of(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The group along `axes` that holds a global rank."""
+        here = self.coordinates(rank)
+        self._check_axes(axes)
+        index = tuple(slice(None) if name in axes else here[name] for name in self.names)
+        return tuple(int(each) for each in np.atleast_1d(self._grid[index]).reshape(-1))
+
+    def submesh(self, axes: Sequence[str], rank: int) -> "DeviceMesh":
+        """The part of the mesh along `axes` that holds a global rank."""
+        self._check_axes(axes)
+        kept = [name for name in self.names if name in axes]
+        return DeviceMesh([self.axis_size(name) for name in kept], kept, self.group_of(rank, axes))
+
+    def _check_axes(self, names) -> None:
+        unknown = [name for name in names if name not in AXES]
+        if unknown:
+            raise LayoutError(f"unknown mesh axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+
+
+def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    if len(shape) != len(names):
+        raise LayoutError(f"a mesh needs one name an axis, found shape {shape} and names {names}")
+    unknown = [name for name in names if name not in AXES]
+    if unknown:
+        raise LayoutError(f"unknown mesh axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+    if list(names) != [name for name in AXES if name in names]:
+        raise LayoutError(f"mesh axes {names} must be distinct and in the order {', '.join(AXES)}")
+    for name, size in zip(names, shape):
+        if size < 1:
+            raise LayoutError(f"mesh axis {name!r} has size {size}; the least is 1")
+    if len(ranks) != prod(shape):
+        raise LayoutError(f"a mesh of shape {shape} holds {prod(shape)} ranks, found {len(ranks)}: {_short(ranks)}")
+    if len(set(ranks)) != len(ranks) or min(ranks) < 0:
+        raise LayoutError(f"ranks of a mesh are distinct and not negative, found {_short(ranks)}")
+
+
+def _short(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown

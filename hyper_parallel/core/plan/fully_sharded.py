@@ -1,0 +1,80 @@
+"""The plan of fully sharded parameters: one unit for each repeated block, the model itself for what is left."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+from hyper_parallel.core.errors import PlanError
+from hyper_parallel.core.layout import chunk_bounds
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Placement, Shard
+from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
+from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan, UnitPlan
+
+ROOT = ""
+"""Qualified name of the model itself."""
+
+
+def plan_fully_sharded(model: ModelDescription, mesh: DeviceMesh) -> ShardingPlan:
+    """Shard every parameter along its first dim over the `shard` axis, replicated over `replicate`.
+
+    A unit is a repeated block: the outermost module on a path whose last segment is a number, as the elements of a
+    list of layers are. Parameters outside of blocks, and those tied across units, belong to the model itself, which stays
+    gathered from forward to backward.
+
+    Raises:
+        PlanError: the mesh has an axis that this plan gives nothing to do.
+    """
+    idle = [axis for axis, size in zip(mesh.names, mesh.shape) if axis not in ("replicate", "shard") and size > 1]
+    if idle:
+        raise PlanError(
+            f"the mesh {mesh} has the axis {idle[0]!r}, and a plan of fully sharded parameters uses only 'replicate' and "
+            f"'shard'; give {idle[0]!r} the size 1 or leave it out"
+        )
+    unit_of = _units_by_parameter(model)
+    parameters = tuple(_plan_parameter(each, mesh, unit_of[each.name]) for each in model.parameters)
+    used = {parameter.unit for parameter in parameters} | {ROOT}
+    blocks = [name for name in model.modules if name in used and name != ROOT]
+    units = tuple(UnitPlan(name, reshard_after_forward=True) for name in blocks) + (UnitPlan(ROOT, False),)
+    return ShardingPlan(model.class_name, mesh, units, parameters, dict(model.tied), tuple(_notes(parameters, mesh)))
+
+
+def _units_by_parameter(model: ModelDescription) -> dict[str, str]:
+    units = {each.name: _block(each.name) for each in model.parameters}
+    for other, first in model.tied.items():
+        if _block(other) != units[first]:
+            units[first] = ROOT
+    return units
+
+
+def _block(name: str) -> str:
+    """The outermost list element on the path of a parameter, else the root."""
+    segments = name.split(".")[:-1]
+    for index, segment in enumerate(segments):
+        if segment.isdigit():
+            return ".".join(segments[: index + 1])
+    return ROOT
+
+
+def _plan_parameter(parameter: ParameterDescription, mesh: DeviceMesh, unit: str) -> ParameterPlan:
+    split = "shard" in mesh.names and parameter.shape
+    placements: dict[str, Placement] = {"shard": Shard(0)} if split else {}
+    return ParameterPlan(
+        parameter.name, parameter.shape, parameter.dtype, parameter.trainable, placements, unit
+    )
+
+
+def _notes(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> Iterable[str]:
+    size = mesh.axis_size("shard")
+    for each in parameters:
+        if size == 1:
+            return
+        if not each.shape:
+            yield f"{each.name} is a scalar: every rank keeps it whole."
+            continue
+        empty = [index for index in range(size) if chunk_bounds(each.shape[0], size, index)[0] == each.shape[0]]
+        if empty:
+            rows = "1 row" if each.shape[0] == 1 else f"{each.shape[0]} rows"
+            yield (
+                f"{each.name} has {rows} for a shard axis of {size}: {len(empty)} of {size} ranks hold nothing of it."
+            )

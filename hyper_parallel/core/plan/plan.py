@@ -1,0 +1,168 @@
+"""The sharding plan: plain data that can be printed, saved, compared and applied."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Mapping
+
+import yaml
+
+from hyper_parallel.core.errors import LayoutError, PlanError
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Placement, parse_placement
+
+FORMAT = 1
+"""Version of the YAML form."""
+
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """Where one parameter lies: `placements` per mesh axis, and the unit that gathers it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    placements: Mapping[str, Placement]
+    unit: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES.get(self.dtype, 1)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What is gathered and freed together: the parameters of the module `name` ("" is the model itself)."""
+
+    name: str
+    reshard_after_forward: bool
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """One static plan for one model on one mesh.
+
+    `plan[name]` is a parameter's part, by any of its names. `tied` maps further names to first names. `notes` tell what a
+    user may want to know before the run, a sentence each.
+    """
+
+    model_class: str
+    mesh: DeviceMesh
+    units: tuple[UnitPlan, ...]
+    parameters: tuple[ParameterPlan, ...]
+    tied: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> ParameterPlan:
+        first = self.tied.get(name, name)
+        for parameter in self.parameters:
+            if parameter.name == first:
+                return parameter
+        raise PlanError(f"the plan for {self.model_class} has no parameter {name!r}")
+
+    def layout(self, name: str) -> Layout:
+        """The layout of a parameter at rest, which is also that of its reduced gradient."""
+        parameter = self[name]
+        return Layout(self.mesh, parameter.placements, parameter.shape)
+
+    def members(self, unit: str) -> list[ParameterPlan]:
+        """The parameters of a unit, in definition order."""
+        return [parameter for parameter in self.parameters if parameter.unit == unit]
+
+    def table(self) -> str:
+        """Every unit and every parameter as a readable table."""
+        from hyper_parallel.core.plan.text import table
+
+        return table(self)
+
+    def summary(self) -> str:
+        """A few lines: sizes, memory and traffic of the busiest rank."""
+        from hyper_parallel.core.plan.text import summary
+
+        return summary(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for YAML or JSON. Stable: equal plans give equal dictionaries."""
+        return {
+            "format": FORMAT,
+            "model": self.model_class,
+            "mesh": {name: size for name, size in zip(self.mesh.names, self.mesh.shape)},
+            "ranks": None if self.mesh.ranks == tuple(range(self.mesh.size)) else list(self.mesh.ranks),
+            "units": [{"name": unit.name, "reshard_after_forward": unit.reshard_after_forward} for unit in self.units],
+            "parameters": {
+                each.name: {
+                    "shape": list(each.shape),
+                    "dtype": each.dtype,
+                    "trainable": each.trainable,
+                    "placements": {axis: str(placement) for axis, placement in each.placements.items()},
+                    "unit": each.unit,
+                }
+                for each in self.parameters
+            },
+            "tied": dict(self.tied),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ShardingPlan":
+        """Read back what `to_dict` gave.
+
+        Raises:
+            PlanError: a key is missing, or a value is not what a plan holds.
+        """
+        try:
+            if values["format"] != FORMAT:
+                raise PlanError(f"a plan of format {values['format']!r} can't be read; this version reads {FORMAT}")
+            mesh = DeviceMesh(tuple(values["mesh"].values()), tuple(values["mesh"]), values["ranks"])
+            units = tuple(UnitPlan(unit["name"], unit["reshard_after_forward"]) for unit in values["units"])
+            parameters = tuple(
+                ParameterPlan(
+                    name=name,
+                    shape=tuple(each["shape"]),
+                    dtype=each["dtype"],
+                    trainable=each["trainable"],
+                    placements={axis: parse_placement(text) for axis, text in each["placements"].items()},
+                    unit=each["unit"],
+                )
+                for name, each in values["parameters"].items()
+            )
+            return cls(values["model"], mesh, units, parameters, dict(values["tied"]), tuple(values["notes"]))
+        except KeyError as error:
+            raise PlanError(f"a plan needs the key {error}, which is missing") from error
+        except (AttributeError, TypeError, LayoutError) as error:
+            raise PlanError(f"this is not a sharding plan: {error}") from error
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write YAML; a file that is there is replaced as a whole."""
+        path = Path(path)
+        draft = path.with_name(path.name + ".part")
+        draft.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=120))
+        os.replace(draft, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "ShardingPlan":
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: the file is missing, no YAML, or no plan.
+        """
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise PlanError(f"the plan {path} can't be read: {error}") from error
+        if not isinstance(values, Mapping):
+            raise PlanError(f"the plan {path} holds no mapping")
+        return cls.from_dict(values)

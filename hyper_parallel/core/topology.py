@@ -1,0 +1,107 @@
+"""Where ranks sit: which machine, which supernode, and so which tier a group of ranks lives on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Mapping, Sequence
+
+from hyper_parallel.core.errors import ConfigError, LayoutError
+from hyper_parallel.core.mesh import DeviceMesh
+
+FAST, SLOW = "fast", "slow"
+"""The tiers: inside a supernode, and between supernodes."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The machine and the supernode of every rank.
+
+    Args:
+        machines: machine (host) number of rank 0, 1, 2, ...
+        supernodes: supernode number of rank 0, 1, 2, ...; ranks of one machine share a supernode.
+
+    Raises:
+        LayoutError: the two differ in length, or a machine lies in two supernodes.
+    """
+
+    machines: tuple[int, ...]
+    supernodes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "machines", tuple(self.machines))
+        object.__setattr__(self, "supernodes", tuple(self.supernodes))
+        if len(self.machines) != len(self.supernodes):
+            raise LayoutError(
+                f"a topology names a machine and a supernode for each rank, found {len(self.machines)} machines and "
+                f"{len(self.supernodes)} supernodes"
+            )
+        home: dict[int, int] = {}
+        for rank, (machine, supernode) in enumerate(zip(self.machines, self.supernodes)):
+            if home.setdefault(machine, supernode) != supernode:
+                raise LayoutError(
+                    f"machine {machine} lies in supernode {home[machine]} and, by rank {rank}, in {supernode}; "
+                    "a machine belongs to one supernode"
+                )
+
+    @classmethod
+    def single_machine(cls, world_size: int) -> "Topology":
+        """All ranks on one machine."""
+        return cls((0,) * world_size, (0,) * world_size)
+
+    @classmethod
+    def regular(cls, world_size: int, ranks_per_machine: int, machines_per_supernode: int | None = None) -> "Topology":
+        """Contiguous ranks: so many on each machine, so many machines in each supernode (default: each its own).
+
+        Raises:
+            ConfigError: a count below one.
+        """
+        for name, count in (("ranks_per_machine", ranks_per_machine), ("machines_per_supernode", machines_per_supernode)):
+            if count is not None and count < 1:
+                raise ConfigError(f"{name} is {count}; the least is 1")
+        machines = tuple(rank // ranks_per_machine for rank in range(world_size))
+        return cls(machines, tuple(machine // (machines_per_supernode or 1) for machine in machines))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], world_size: int) -> "Topology":
+        """Read what `torchrun` or `msrun` left in the environment: the number of ranks on a machine.
+
+        Machines are taken as supernodes of their own, which is the careful answer: a link is called fast only where
+        that is known. Without any launcher's variable all ranks are on one machine.
+
+        Raises:
+            ConfigError: a variable that is not a positive number.
+        """
+        for name in ("LOCAL_WORLD_SIZE", "MS_LOCAL_WORKER_NUM"):
+            if name in environment:
+                return cls.regular(world_size, _positive(name, environment[name]))
+        return cls.single_machine(world_size)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.machines)
+
+    def tier(self, ranks: Sequence[int]) -> str:
+        """`FAST` when all ranks share a supernode, else `SLOW`.
+
+        Raises:
+            LayoutError: a rank that the topology does not know.
+        """
+        unknown = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        if unknown:
+            raise LayoutError(f"rank {unknown[0]} is not in the topology, which has {self.world_size} ranks")
+        return FAST if len({self.supernodes[rank] for rank in ranks}) <= 1 else SLOW
+
+    def axis_tier(self, mesh: DeviceMesh, axes: Sequence[str]) -> str:
+        """The slowest tier that any group of the mesh along `axes` lives on."""
+        return SLOW if any(self.tier(group) == SLOW for group in mesh.groups(axes)) else FAST
+
+
+def _positive(name: str, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ConfigError(f"{name} is {text!r} in the environment; it must be a positive number of ranks")
+    return value
