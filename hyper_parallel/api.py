@@ -30,7 +30,7 @@ def initialize(backend: str, launch: Launch | None = None) -> None:
     """
     from hyper_parallel.core.launch import launch_from_environment
 
-    backends.load(backend).collectives.initialize(launch or launch_from_environment())
+    backends.load(backend).collectives.initialize(launch or launch_from_environment(backend))
 
 
 def plan(model: Module | ModelDescription, mesh: DeviceMesh) -> ShardingPlan:
