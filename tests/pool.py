@@ -36,6 +36,7 @@ GRACE_S = 2.0  # how long the others may go on after the first failure
 DEATH_HEAD_START_S = 0.5  # a death shows here later than in the collectives of its neighbours
 LOG_TAIL_LINES = 30
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}  # four ranks do not share one accelerator
 MINDSPORE = {"MS_NODE_TIMEOUT": "15", "GLOG_v": "3"}  # a lost peer shows after 15 s; only errors are logged
 
 
@@ -125,7 +126,7 @@ class _Worker:
     def __init__(self, backend: str, launch: Launch, log: Path):
         self.log = log
         self.connection, theirs = Pipe()
-        environment = {**os.environ, **ONE_THREAD, **(MINDSPORE if backend == "mindspore" else {})}
+        environment = {**os.environ, **ONE_THREAD, **ON_CPU, **(MINDSPORE if backend == "mindspore" else {})}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         with log.open("wb") as output:
             self.process = subprocess.Popen(

@@ -1,0 +1,13 @@
+"""HyperParallel on PyTorch."""
+
+from hyper_parallel.backends.torch import autograd, collectives, modules, tensors, training
+from hyper_parallel.core.backend import Backend
+
+BACKEND = Backend(
+    name="torch",
+    tensors=tensors,
+    collectives=collectives,
+    autograd=autograd,
+    modules=modules,
+    training=training,
+)

@@ -1,0 +1,337 @@
+"""`core.backend.Collectives` for PyTorch: gloo on a CPU, the device's own library (nccl, hccl) elsewhere.
+
+What gloo lacks is made up for here. Its reduce-scatter is an all-reduce underneath and writes the result only inside
+`wait`, so on a CPU the ranks exchange their pieces directly and sum them in rank order. It sums half precision in half
+precision, so sums go through float32. It knows no bool, so bool travels as bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.backends.torch.tensors import device, dtype_name
+from hyper_parallel.core import collective_checks as checks
+from hyper_parallel.core.backend import Launch
+from hyper_parallel.core.collective_checks import Buffer, Call, RankGroup
+from hyper_parallel.core.errors import CommunicationError, ConfigError
+
+# The newer name first: torch 2.13 warns about the older one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_EXCHANGE_TAG = 1  # keeps the pieces of a reduce-scatter apart from the messages of `send`, which have tag 0
+_SUM_IN_FLOAT32 = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class _Job:
+    """This process's place among the others, and the groups made so far."""
+
+    world: RankGroup
+    timeout: timedelta
+    joined_here: bool
+    groups: dict[tuple[tuple[int, ...], ...], RankGroup | None] = field(default_factory=dict)
+
+
+_ALONE = RankGroup(ranks=(0,), index=0)
+_job: _Job | None = None
+
+
+def initialize(launch: Launch) -> None:
+    """Join the job: set the device, connect to the other ranks. Called once per process, before anything else.
+
+    A process group that the program has made itself is used as it is. Raises `CommunicationError` when a rank does
+    not come within `launch.timeout_s`, `ConfigError` for a launcher that is not one of PyTorch's."""
+    global _job
+    if _job is not None:
+        raise CommunicationError(f"rank {rank()} is initialised already: call shutdown() before initialize()")
+    _set_device(launch)
+    timeout = timedelta(seconds=launch.timeout_s)
+    joined_here = launch.launcher != "single" and not dist.is_initialized()
+    if joined_here:
+        _join(launch, timeout)
+    world = _ALONE
+    if dist.is_initialized():
+        world = RankGroup(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+    if (world.index, world.size) != (launch.rank, launch.world_size):
+        raise ConfigError(
+            f"launched as rank {launch.rank} of {launch.world_size} by {launch.launcher!r}, "
+            f"but torch.distributed says rank {world.index} of {world.size}"
+        )
+    _job = _Job(world, timeout, joined_here)
+
+
+def shutdown() -> None:
+    """Leave the job; harmless when not initialised."""
+    global _job
+    if _job is not None and _job.joined_here:
+        dist.destroy_process_group()
+    _job = None
+
+
+def is_initialized() -> bool:
+    """Tell whether `initialize` has run."""
+    return _job is not None
+
+
+def rank() -> int:
+    """Global rank of this process; 0 before `initialize`."""
+    return world().index
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before `initialize`."""
+    return world().size
+
+
+def world() -> RankGroup:
+    """The group of all ranks."""
+    return _ALONE if _job is None else _job.world
+
+
+def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
+    """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
+
+    Called by every rank with the same partition in the same order; process groups are made once and reused."""
+    key = checks.check_partition(partition, world_size(), rank())
+    known = {} if _job is None else _job.groups
+    if key not in known:
+        made = [_make_group(ranks) for ranks in key]  # torch wants non-members to take part
+        known[key] = next((group for group in made if rank() in group.ranks), None)
+    return known[key]
+
+
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False
+) -> _Work:
+    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
+    call = _call("all_gather", group)
+    checks.check_all_gather(call, _buffer(output), _buffer(input))
+    target, source = _flat(output), _flat(input)
+    if group.size == 1 or target.numel() == 0:
+        return _copied(call, target, source)
+    return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=True)])
+
+
+def reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False
+) -> _Work:
+    """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
+    call = _call("reduce_scatter", group)
+    checks.check_reduce_scatter(call, _buffer(output), _buffer(input))
+    target, source = _flat(output), _flat(input)
+    if group.size == 1 or target.numel() == 0:
+        return _copied(call, target, source)
+    if source.device.type == "cpu":
+        return _exchange_and_sum(call, target, source, group, async_op)
+    return _launch(call, async_op, lambda: [_reduce_scatter_single(target, source, group=group.handle, async_op=True)])
+
+
+def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
+    """Sum over the group, in place."""
+    call = _call("all_reduce", group)
+    checks.check_all_reduce(call, _buffer(tensor))
+    target = _flat(tensor)
+    if group.size == 1 or target.numel() == 0:
+        return _Work(call)
+    if target.device.type == "cpu" and target.dtype in _SUM_IN_FLOAT32:
+        total = target.float()
+        return _launch(
+            call,
+            async_op,
+            lambda: [dist.all_reduce(total, group=group.handle, async_op=True)],
+            finish=lambda: target.copy_(total),
+        )
+    return _launch(call, async_op, lambda: [dist.all_reduce(target, group=group.handle, async_op=True)])
+
+
+def broadcast(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Work:
+    """Overwrite `tensor` with that of global rank `source`."""
+    call = _call("broadcast", group)
+    checks.check_broadcast(call, _buffer(tensor), source)
+    target = _flat(tensor)
+    if group.size == 1 or target.numel() == 0:
+        return _Work(call)
+    return _launch(call, async_op, lambda: [dist.broadcast(target, source, group=group.handle, async_op=True)])
+
+
+def all_to_all(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: RankGroup,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> _Work:
+    """Send piece j of the flat `input` to group member j, receive piece i of the flat `output` from member i.
+    Splits are element counts (zero allowed), equal when not given."""
+    call = _call("all_to_all", group)
+    splits = checks.check_all_to_all(call, _buffer(output), _buffer(input), output_splits, input_splits)
+    target, source = _flat(output), _flat(input)
+    if group.size == 1:
+        return _copied(call, target, source)
+    return _launch(
+        call,
+        async_op,
+        lambda: [dist.all_to_all_single(target, source, *splits, group=group.handle, async_op=True)],
+    )
+
+
+def send(tensor: torch.Tensor, destination: int, group: RankGroup, async_op: bool = False) -> _Work:
+    """Send to global rank `destination`. Sends and receives of a pair match in order; there are no tags."""
+    call = _call("send", group)
+    checks.check_peer(call, _buffer(tensor), "destination", destination)
+    source = _flat(tensor)
+    return _launch(call, async_op, lambda: [dist.isend(source, destination, group=group.handle)])
+
+
+def receive(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Work:
+    """Receive into `tensor` from global rank `source`."""
+    call = _call("receive", group)
+    checks.check_peer(call, _buffer(tensor), "source", source)
+    target = _flat(tensor)
+    return _launch(call, async_op, lambda: [dist.irecv(target, source, group=group.handle)])
+
+
+def barrier(group: RankGroup | None = None) -> None:
+    """Return when every rank of the group (default: world) has called."""
+    group = group or world()
+    if group.size > 1:
+        with _call("barrier", group).reporting(RuntimeError):
+            dist.barrier(group=group.handle)
+
+
+def gather_objects(value: object, group: RankGroup | None = None) -> list[object]:
+    """Every rank's picklable `value`, in group order. For small things outside the step."""
+    group = group or world()
+    values: list[object] = [value] * group.size
+    if group.size > 1:
+        with _call("gather_objects", group).reporting(RuntimeError):
+            dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+class _Work:
+    """A `core.backend.Work`: the framework's handles, and what is left to do once they are through."""
+
+    def __init__(self, call: Call, handles: Sequence[dist.Work] = (), finish: Callable[[], object] | None = None):
+        self._call = call
+        self._handles = handles
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the output may be read and the input may be changed. Calling it twice is harmless."""
+        with self._call.reporting(RuntimeError):
+            for handle in self._handles:
+                handle.wait()
+        self._handles = ()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def _launch(
+    call: Call,
+    async_op: bool,
+    start: Callable[[], list[dist.Work]],
+    finish: Callable[[], object] | None = None,
+) -> _Work:
+    with call.reporting(RuntimeError):
+        work = _Work(call, start(), finish)
+    if not async_op:
+        work.wait()
+    return work
+
+
+def _exchange_and_sum(
+    call: Call, target: torch.Tensor, source: torch.Tensor, group: RankGroup, async_op: bool
+) -> _Work:
+    """Reduce-scatter in which every rank sends each piece straight to the rank that sums it, in rank order."""
+    own = source.view(group.size, -1)
+    pieces = [own[i] if i == group.index else torch.empty_like(target) for i in range(group.size)]
+    # Ring order, so that the ranks do not all send to the same one first.
+    distances = range(1, group.size)
+    senders = [(group.index - distance) % group.size for distance in distances]
+    receivers = [(group.index + distance) % group.size for distance in distances]
+
+    def start() -> list[dist.Work]:
+        # Receives first: a payload that nobody waits for blocks the connection in both directions.
+        receives = [dist.irecv(pieces[i], group.ranks[i], group.handle, _EXCHANGE_TAG) for i in senders]
+        sends = [dist.isend(own[i], group.ranks[i], group.handle, _EXCHANGE_TAG) for i in receivers]
+        return receives + sends
+
+    def finish() -> None:
+        precision = torch.float32 if target.dtype in _SUM_IN_FLOAT32 else target.dtype
+        total = pieces[0].to(precision, copy=True)  # a copy: `target` may lie inside `source`
+        for piece in pieces[1:]:
+            total += piece
+        target.copy_(total)
+
+    return _launch(call, async_op, start, finish)
+
+
+def _copied(call: Call, target: torch.Tensor, source: torch.Tensor) -> _Work:
+    """The whole collective for a group of one, or for no elements."""
+    target.copy_(source[: target.numel()])
+    return _Work(call)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements for the wire: 1-D over the same memory, without history."""
+    flat = tensor.data.view(-1)
+    return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+
+
+def _buffer(tensor: torch.Tensor) -> Buffer:
+    return Buffer(tensor.numel(), dtype_name(tensor), tensor.is_contiguous())
+
+
+def _call(operation: str, group: RankGroup) -> Call:
+    return Call(operation, group.ranks, rank())
+
+
+def _make_group(ranks: tuple[int, ...]) -> RankGroup:
+    """Called by all ranks; `index` and `handle` mean something on the members."""
+    index = ranks.index(rank()) if rank() in ranks else -1
+    if len(ranks) == 1:
+        return RankGroup(ranks, index)
+    if ranks == world().ranks:
+        return world()
+    with Call("groups", ranks, rank()).reporting(RuntimeError):
+        return RankGroup(ranks, index, dist.new_group(list(ranks), timeout=_job.timeout))
+
+
+def _set_device(launch: Launch) -> None:
+    kind = device().type
+    if kind == "cpu":
+        return
+    count = torch.accelerator.device_count()
+    if launch.local_rank >= count:
+        raise ConfigError(
+            f"rank {launch.rank} is number {launch.local_rank} on its machine, which shows {count} {kind} devices: "
+            f"start at most {count} ranks there"
+        )
+    torch.accelerator.set_device_index(launch.local_rank)
+
+
+def _join(launch: Launch, timeout: timedelta) -> None:
+    where = f"{launch.master_address}:{launch.master_port}"
+    if launch.launcher == "torchrun":
+        place = {"init_method": "env://"}
+        where = "the address in MASTER_ADDR and MASTER_PORT"
+    elif launch.launcher == "local":
+        place = {"init_method": f"tcp://{where}", "rank": launch.rank, "world_size": launch.world_size}
+    else:
+        raise ConfigError(f'PyTorch knows no launcher {launch.launcher!r}: "torchrun", "local" or "single"')
+    try:
+        dist.init_process_group(dist.get_default_backend_for_device(device()), timeout=timeout, **place)
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {launch.rank} of {launch.world_size} could not join the others at {where} "
+            f"within {launch.timeout_s:g} s: {error}"
+        ) from error

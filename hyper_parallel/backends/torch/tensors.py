@@ -1,0 +1,159 @@
+"""`core.backend.Tensors` for PyTorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from hyper_parallel.core.errors import ConfigError, LayoutError
+from hyper_parallel.core.host import peak_resident_bytes
+
+
+def device() -> torch.device:
+    """The device of this process: the current accelerator (cuda, npu, ...) where there is one, else the CPU."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether `value` is a tensor of this framework."""
+    return isinstance(value, torch.Tensor)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype by its numpy spelling, "bfloat16" included."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def from_numpy(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
+    """A new tensor on this process's device holding a copy of `array`, cast to `dtype` when given."""
+    copy = torch.from_numpy(np.array(array, order="C"))
+    return copy.to(device(), copy.dtype if dtype is None else _dtype(dtype))
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return np.array(tensor.numpy(), order="C")
+
+
+def empty(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """A new contiguous tensor on this process's device, contents undefined."""
+    return torch.empty(tuple(shape), dtype=_dtype(dtype), device=device())
+
+
+def zeros(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """A new contiguous tensor of zeros on this process's device."""
+    return torch.zeros(tuple(shape), dtype=_dtype(dtype), device=device())
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
+    return tensor.data.reshape(-1).data
+
+
+def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
+    tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history.
+
+    Raises `LayoutError` when `flat` is not 1-D and contiguous or does not have these elements."""
+    count = math.prod(shape)
+    _require_contiguous(flat, "flat")
+    if flat.dim() != 1 or start < 0 or start + count > flat.numel():
+        raise LayoutError(
+            f"elements [{start}, {start + count}) are not in a tensor of shape {tuple(flat.shape)}: "
+            "an alias lies inside a 1-D tensor"
+        )
+    # `data`, not `detach` or a view: a write to a tensor that shares a version counter would make autograd refuse
+    # what it has saved of the others.
+    return flat.data.narrow(0, start, count).view(tuple(shape)).data
+
+
+@torch.no_grad()
+def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
+    _require_contiguous(target, "target")
+    if target.numel() != source.numel():  # torch would repeat a single element
+        raise LayoutError(f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ")
+    target.view(-1).copy_(source.reshape(-1))
+
+
+@torch.no_grad()
+def scale_(tensor: torch.Tensor, factor: float) -> None:
+    """Multiply a contiguous tensor, possibly an alias, in place."""
+    _require_contiguous(tensor, "tensor")
+    tensor.mul_(factor)
+
+
+@torch.no_grad()
+def add_(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Add `other`, of the same shape, to a contiguous tensor, possibly an alias, in place."""
+    _require_contiguous(tensor, "tensor")
+    if tensor.shape != other.shape:
+        raise LayoutError(f"can't add shape {tuple(other.shape)} to shape {tuple(tensor.shape)}: shapes differ")
+    tensor.add_(other)
+
+
+def chunk_rows(tensor: torch.Tensor, dim: int, pieces: Sequence[int]) -> list[torch.Tensor]:
+    """Contiguous copies of consecutive pieces along `dim`, of the given lengths (zero allowed)."""
+    if sum(pieces) != tensor.shape[dim] or min(pieces, default=0) < 0:
+        raise LayoutError(f"pieces {list(pieces)} do not make up dim {dim} of shape {tuple(tensor.shape)}")
+    return [
+        piece.clone(memory_format=torch.contiguous_format)
+        for piece in torch.split(tensor.detach(), list(pieces), dim)
+    ]
+
+
+def concatenate(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Join along `dim`; empty pieces allowed."""
+    return torch.cat([tensor.detach() for tensor in tensors], dim)
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the storage of `tensor` holds now; 0 after `release_storage`."""
+    return tensor.untyped_storage().nbytes()
+
+
+def release_storage(tensor: torch.Tensor) -> None:
+    """Give the memory back; every alias keeps its shape but must not be read until `restore_storage`."""
+    tensor.untyped_storage().resize_(0)
+
+
+def restore_storage(tensor: torch.Tensor) -> None:
+    """Take memory again for the `numel` elements of the 1-D `tensor`; contents undefined, aliases valid again."""
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < needed:
+        tensor.untyped_storage().resize_(needed)
+
+
+@torch.no_grad()
+def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
+    """Sum of squares of all elements of all tensors, accumulated in float64 where the device has it."""
+    precision = torch.float32 if device().type == "npu" else torch.float64
+    norms = [torch.linalg.vector_norm(tensor, dtype=precision) for tensor in tensors]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+def memory_bytes() -> int:
+    """Peak bytes held by this process's device, or, on a CPU, the peak resident size of the process."""
+    if device().type == "cpu":
+        return peak_resident_bytes()
+    return torch.accelerator.max_memory_allocated()
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f'unknown dtype {name!r}: write "float32", "bfloat16", "float16", "float64", "int64", ...')
+    return dtype
+
+
+def _require_contiguous(tensor: torch.Tensor, name: str) -> None:
+    if not tensor.is_contiguous():
+        raise LayoutError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a contiguous tensor")
