@@ -1,0 +1,13 @@
+"""The MindSpore backend."""
+
+from hyper_parallel.backends.mindspore import autograd, collectives, modules, tensors, training
+from hyper_parallel.core.backend import Backend
+
+BACKEND = Backend(
+    name="mindspore",
+    tensors=tensors,
+    collectives=collectives,
+    autograd=autograd,
+    modules=modules,
+    training=training,
+)

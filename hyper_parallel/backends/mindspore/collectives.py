@@ -1,0 +1,461 @@
+"""`core.backend.Collectives` for MindSpore: hccl on Ascend, mccl on a CPU.
+
+mccl has few collectives, each for a few dtypes, and writes only into tensors that are no views. So on a CPU all data
+travels as bytes, results are written through the memory of the output, sums that mccl can't make (half precision,
+float64) are made here in rank order, and reduce-scatter and all-to-all are direct exchanges.
+
+mccl's messages carry no tag: what a pair of ranks exchanges is matched by its order alone. Every collective here is
+finished when it returns, except an asynchronous `receive`, which would block two ranks that receive before they send.
+It is finished in `wait`, or before the next collective that shares a rank with it, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Callable, Iterator, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore.communication import GlobalComm, get_group_size, get_rank, init
+from mindspore.communication.management import _init_with_store
+from mindspore.mint import distributed as dist
+from mindspore.mint.distributed import distributed as dist_module
+
+from hyper_parallel.backends.mindspore.tensors import copy_, dtype_name, flat, memory, on_cpu, wide
+from hyper_parallel.core import collective_checks as checks
+from hyper_parallel.core.backend import Launch, Work
+from hyper_parallel.core.collective_checks import Buffer, Call, RankGroup
+from hyper_parallel.core.errors import CommunicationError, ConfigError
+
+_FAILURES = (RuntimeError, ValueError, TypeError)  # what MindSpore raises when a collective fails
+_SUMS = ("float32", "int8", "int16", "int32", "int64")  # dtypes that mccl sums exactly
+
+
+@dataclass
+class _Job:
+    """This process's place among the others, and what it shares with them."""
+
+    world: RankGroup
+    store: Any = None  # must live as long as the job: the first rank's serves the others
+    handles: dict[tuple[int, ...], str] = field(default_factory=dict)
+    groups: dict[tuple[tuple[int, ...], ...], RankGroup | None] = field(default_factory=dict)
+    # Receives that wait for their message, by source, in the order in which they were asked for.
+    receives: dict[int, deque["_Receive"]] = field(default_factory=lambda: defaultdict(deque))
+
+
+_ALONE = RankGroup(ranks=(0,), index=0)
+_job: _Job | None = None
+
+
+def initialize(launch: Launch) -> None:
+    """Join the job: set the device, connect to the other ranks. Called once per process, before anything else.
+
+    Raises `CommunicationError` when a rank does not come within `launch.timeout_s`, or when this process has left a
+    job before (MindSpore can join only once), `ConfigError` for a launcher that is not one of MindSpore's."""
+    global _job
+    if _job is not None:
+        raise CommunicationError(f"rank {rank()} is initialised already: call shutdown() before initialize()")
+    if not on_cpu():
+        ms.set_device("Ascend", launch.local_rank)
+    if launch.launcher == "single" or (launch.launcher == "local" and launch.world_size == 1):
+        place, store = (0, 1), None
+    else:
+        store = _join(launch)
+        place = (get_rank(), get_group_size())
+    if place != (launch.rank, launch.world_size):
+        raise ConfigError(
+            f"launched as rank {launch.rank} of {launch.world_size} by {launch.launcher!r}, "
+            f"but MindSpore says rank {place[0]} of {place[1]}"
+        )
+    handle = GlobalComm.WORLD_COMM_GROUP if place[1] > 1 else None
+    _job = _Job(RankGroup(tuple(range(place[1])), place[0], handle), store)
+    barrier()  # the first rank to join must not end before the last one has
+
+
+def shutdown() -> None:
+    """Leave the job; harmless when not initialised."""
+    global _job
+    if _job is not None and _job.world.handle is not None:
+        dist.destroy_process_group()
+    _job = None
+
+
+def is_initialized() -> bool:
+    """Tell whether `initialize` has run."""
+    return _job is not None
+
+
+def rank() -> int:
+    """Global rank of this process; 0 before `initialize`."""
+    return world().index
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before `initialize`."""
+    return world().size
+
+
+def world() -> RankGroup:
+    """The group of all ranks."""
+    return _ALONE if _job is None else _job.world
+
+
+def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
+    """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
+
+    Called by every rank with the same partition in the same order; process groups are made once and reused."""
+    key = checks.check_partition(partition, world_size(), rank())
+    known = {} if _job is None else _job.groups
+    if key not in known:
+        # Members only: a call by another rank fails, and then hangs the next one.
+        known[key] = next((_make_group(ranks) for ranks in key if rank() in ranks), None)
+    return known[key]
+
+
+def all_gather(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
+    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
+    call = _call("all_gather", group)
+    checks.check_all_gather(call, _buffer(output), _buffer(input))
+    if group.size == 1 or output.size == 0:
+        return _copied(output, input)
+    if on_cpu():
+        return _finished(call, lambda: _gather_bytes(_bytes(output), _bytes(input), group))
+    return _launch(call, async_op, lambda: dist.all_gather_into_tensor(flat(output), flat(input), group.handle, True))
+
+
+def reduce_scatter(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
+    """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
+    call = _call("reduce_scatter", group)
+    checks.check_reduce_scatter(call, _buffer(output), _buffer(input))
+    if group.size == 1 or output.size == 0:
+        return _copied(output, input)
+    if on_cpu():
+        return _finished(call, lambda: _exchange_and_sum(memory(output), memory(input), group))
+    return _launch(
+        call,
+        async_op,
+        lambda: dist.reduce_scatter_tensor(flat(output), flat(input), group=group.handle, async_op=True),
+    )
+
+
+def all_reduce(tensor: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
+    """Sum over the group, in place."""
+    call = _call("all_reduce", group)
+    checks.check_all_reduce(call, _buffer(tensor))
+    if group.size == 1 or tensor.size == 0:
+        return _DONE
+    if on_cpu():
+        return _finished(call, lambda: _sum_in_place(memory(tensor), group))
+    return _launch(call, async_op, lambda: dist.all_reduce(flat(tensor), group=group.handle, async_op=True))
+
+
+def broadcast(tensor: ms.Tensor, source: int, group: RankGroup, async_op: bool = False) -> Work:
+    """Overwrite `tensor` with that of global rank `source`."""
+    call = _call("broadcast", group)
+    checks.check_broadcast(call, _buffer(tensor), source)
+    if group.size == 1 or tensor.size == 0:
+        return _DONE
+    if on_cpu():
+        return _finished(call, lambda: dist.broadcast(ms.from_numpy(_bytes(tensor)), source, group.handle))
+    return _launch(call, async_op, lambda: dist.broadcast(flat(tensor), source, group.handle, True))
+
+
+def all_to_all(
+    output: ms.Tensor,
+    input: ms.Tensor,
+    group: RankGroup,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Work:
+    """Send piece j of the flat `input` to group member j, receive piece i of the flat `output` from member i.
+    Splits are element counts (zero allowed), equal when not given."""
+    call = _call("all_to_all", group)
+    splits = checks.check_all_to_all(call, _buffer(output), _buffer(input), output_splits, input_splits)
+    if group.size == 1:
+        return _copied(output, input)
+    if on_cpu():
+        return _finished(call, lambda: _exchange(memory(output), memory(input), *splits, group))
+    return _launch(
+        call, async_op, lambda: dist.all_to_all_single(flat(output), flat(input), *splits, group.handle, True)
+    )
+
+
+def send(tensor: ms.Tensor, destination: int, group: RankGroup, async_op: bool = False) -> Work:
+    """Send to global rank `destination`. Sends and receives of a pair match in order; there are no tags."""
+    call = _call("send", group)
+    checks.check_peer(call, _buffer(tensor), "destination", destination)
+    if tensor.size == 0:
+        return _DONE
+    if on_cpu():  # buffered: it returns before the other side receives
+        with call.reporting(*_FAILURES):
+            _send_bytes(_bytes(tensor), destination, group)
+        return _DONE
+    return _launch(call, async_op, lambda: dist.isend(flat(tensor), destination, group.handle))
+
+
+def receive(tensor: ms.Tensor, source: int, group: RankGroup, async_op: bool = False) -> Work:
+    """Receive into `tensor` from global rank `source`."""
+    call = _call("receive", group)
+    checks.check_peer(call, _buffer(tensor), "source", source)
+    if tensor.size == 0:
+        return _DONE
+    if on_cpu():
+        work = _Receive(call, tensor, source, group)
+        return work if async_op else _waited(work)
+    return _launch(call, async_op, lambda: dist.irecv(flat(tensor), source, group.handle))
+
+
+def barrier(group: RankGroup | None = None) -> None:
+    """Return when every rank of the group (default: world) has called."""
+    group = group or world()
+    if group.size > 1 and on_cpu():
+        # dist.barrier synchronises too, but logs that a CPU is not supported.
+        all_reduce(ms.Tensor([0], ms.int32), group)
+    elif group.size > 1:
+        with _call("barrier", group).reporting(*_FAILURES):
+            dist.barrier(group.handle)
+
+
+def gather_objects(value: object, group: RankGroup | None = None) -> list[object]:
+    """Every rank's picklable `value`, in group order. For small things outside the step."""
+    group = group or world()
+    values: list[object] = [value] * group.size
+    if group.size > 1:
+        _finished(_call("gather_objects", group), lambda: dist.all_gather_object(values, value, group.handle))
+    return values
+
+
+# How results come back
+
+
+class _Done:
+    """The work of a collective that is finished."""
+
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+
+_DONE = _Done()
+
+
+class _Launched:
+    """A collective that runs on the device."""
+
+    def __init__(self, call: Call, handle: Any):
+        self._call = call
+        self._handle = handle
+
+    def wait(self) -> None:
+        """Let later operators see the result. Calling it twice is harmless."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with self._call.reporting(*_FAILURES):
+                handle.wait()
+
+
+class _Receive:
+    """A receive on a CPU whose message is not fetched yet; those from one source are fetched in order."""
+
+    def __init__(self, call: Call, tensor: ms.Tensor, source: int, group: RankGroup):
+        self._call = call
+        self._tensor = tensor
+        self._source = source
+        self._group = group
+        self._waiting = _job.receives[source]
+        self._waiting.append(self)
+
+    def wait(self) -> None:
+        """Fetch the message, and before it those asked for earlier. Calling it twice is harmless."""
+        while self in self._waiting:
+            self._waiting.popleft()._fetch()
+
+    def _fetch(self) -> None:
+        with self._call.reporting(*_FAILURES):
+            _receive_bytes(_bytes(self._tensor), self._source, self._group)
+
+
+def _launch(call: Call, async_op: bool, start: Callable[[], Any]) -> Work:
+    """Start a collective on the device."""
+    with call.reporting(*_FAILURES):
+        work = _Launched(call, start())
+    return work if async_op else _waited(work)
+
+
+def _finished(call: Call, run: Callable[[], object]) -> Work:
+    """Run a collective on the CPU, after the receives that its messages could be mistaken for."""
+    for source in call.ranks:
+        if waiting := _job.receives.get(source):
+            waiting[-1].wait()
+    with call.reporting(*_FAILURES):
+        run()
+    return _DONE
+
+
+def _waited(work: Work) -> Work:
+    work.wait()
+    return work
+
+
+def _copied(output: ms.Tensor, input: ms.Tensor) -> Work:
+    """A group of one, or nothing to move."""
+    copy_(output, input)
+    return _DONE
+
+
+def _buffer(tensor: ms.Tensor) -> Buffer:
+    return Buffer(tensor.size, dtype_name(tensor), tensor.is_contiguous())
+
+
+def _call(operation: str, group: RankGroup) -> Call:
+    call = Call(operation, group.ranks, rank())
+    if group.size > 1 and _job is None:
+        raise call.error("this process has not joined the others: call initialize() first")
+    return call
+
+
+# What mccl lacks
+
+
+def _bytes(tensor: ms.Tensor) -> np.ndarray:
+    return memory(tensor).view(np.uint8)
+
+
+def _send_bytes(data: np.ndarray, destination: int, group: RankGroup) -> None:
+    dist.isend(ms.from_numpy(data), destination, group.handle)
+
+
+def _receive_bytes(into: np.ndarray, source: int, group: RankGroup) -> None:
+    dist.irecv(ms.from_numpy(into), source, group.handle)
+
+
+def _gather_bytes(output: np.ndarray, input: np.ndarray, group: RankGroup) -> None:
+    parts = [ms.from_numpy(part) for part in np.split(output, group.size)]
+    dist.all_gather(parts, ms.from_numpy(input), group.handle)
+
+
+def _sum_in_place(elements: np.ndarray, group: RankGroup) -> None:
+    if elements.dtype.name in _SUMS:
+        dist.all_reduce(ms.from_numpy(elements), group=group.handle)
+    elif (widened := wide(elements)) is not elements:
+        dist.all_reduce(ms.from_numpy(widened), group=group.handle)
+        elements[...] = widened
+    else:
+        everyone = np.empty((group.size, elements.size), elements.dtype)
+        _gather_bytes(everyone.reshape(-1).view(np.uint8), elements.view(np.uint8), group)
+        elements[...] = everyone.sum(axis=0, dtype=elements.dtype)
+
+
+def _exchange_and_sum(output: np.ndarray, input: np.ndarray, group: RankGroup) -> None:
+    """Every rank sends each piece to the rank that sums it, which does so in rank order."""
+    pieces = np.split(input, group.size)
+    for member in _others(group):
+        _send_bytes(pieces[member].view(np.uint8), group.ranks[member], group)
+    received = np.empty_like(output)
+    total: np.ndarray | None = None
+    for member, source in enumerate(group.ranks):
+        if member == group.index:
+            piece = pieces[member]
+        else:
+            _receive_bytes(received.view(np.uint8), source, group)
+            piece = received
+        total = np.array(wide(piece)) if total is None else np.add(total, wide(piece), out=total)
+    output[...] = total
+
+
+def _exchange(
+    output: np.ndarray, input: np.ndarray, output_splits: list[int], input_splits: list[int], group: RankGroup
+) -> None:
+    sent = np.split(input, np.cumsum(input_splits)[:-1])
+    received = np.split(output, np.cumsum(output_splits)[:-1])
+    for member in _others(group):
+        if sent[member].size:
+            _send_bytes(sent[member].view(np.uint8), group.ranks[member], group)
+    received[group.index][...] = sent[group.index]
+    for member in _others(group):
+        if received[member].size:
+            _receive_bytes(received[member].view(np.uint8), group.ranks[member], group)
+
+
+def _others(group: RankGroup) -> Iterator[int]:
+    """The other places of the group, from the next one on, so that the ranks do not all send to the same one first."""
+    return ((group.index + distance) % group.size for distance in range(1, group.size))
+
+
+# How ranks find each other
+
+
+def _make_group(ranks: tuple[int, ...]) -> RankGroup:
+    """Called by the members."""
+    if ranks == world().ranks:
+        return world()
+    index = ranks.index(rank())
+    if len(ranks) == 1:
+        return RankGroup(ranks, index)
+    call = Call("groups", ranks, rank())
+    if ranks not in _job.handles:
+        with call.reporting(*_FAILURES):
+            handle = dist.new_group(list(ranks))
+        if not handle:  # MindSpore has logged the reason
+            raise call.error("failed: MindSpore could not make the process group")
+        _job.handles[ranks] = handle
+        barrier(RankGroup(ranks, index, handle))  # nobody may leave while others are still joining
+    return RankGroup(ranks, index, _job.handles[ranks])
+
+
+def _join(launch: Launch) -> Any:
+    """Connect to the other ranks; returns what must be kept alive."""
+    if launch.launcher not in ("local", "msrun", "rank_table"):
+        raise ConfigError(f'MindSpore knows no launcher {launch.launcher!r}: "msrun", "rank_table", "local" or "single"')
+    # On a CPU, how long a rank waits for a message before it holds the other one for dead.
+    os.environ.setdefault("MS_NODE_TIMEOUT", str(max(1, round(launch.timeout_s))))
+    backend = "mccl" if on_cpu() else "hccl"
+    store = None
+    try:
+        if launch.launcher == "local":
+            store = _meet(launch)
+            _init_with_store(
+                backend=backend,
+                timeout=timedelta(seconds=launch.timeout_s),
+                world_size=launch.world_size,
+                rank=launch.rank,
+                store=store,
+            )
+        else:
+            init(backend)
+    except (*_FAILURES, OSError) as error:  # a TimeoutError is an OSError
+        where = f" at {launch.master_address}:{launch.master_port}" if launch.launcher == "local" else ""
+        raise CommunicationError(
+            f"rank {launch.rank} of {launch.world_size} could not join the others{where}: {error}"
+        ) from error
+    if on_cpu():
+        # isend and irecv look up this process's place under a name that mccl does not use.
+        dist_module._GROUP_RANK_CACHE["hccl_world_group"] = get_rank()
+        dist_module._GROUP_SIZE_CACHE["hccl_world_group"] = get_group_size()
+    return store
+
+
+def _meet(launch: Launch) -> Any:
+    """A store that all ranks have reached. MindSpore itself would wait a minute longer and not say who is missing."""
+    deadline = time.monotonic() + launch.timeout_s
+    store = dist.TCPStore(
+        socket.gethostbyname(launch.master_address),  # it takes no names
+        launch.master_port,
+        world_size=launch.world_size,
+        is_master=launch.rank == 0,
+        timeout=timedelta(seconds=launch.timeout_s),
+        wait_for_workers=False,
+    )
+    store.add(f"rank {launch.rank}", 1)
+    store.add("ranks", 1)
+    while store.add("ranks", 0) < launch.world_size:
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(launch.world_size) if store.add(f"rank {rank}", 0) == 0]
+            raise TimeoutError(f"ranks {missing} have not come within {launch.timeout_s:g} s")
+        time.sleep(0.02)
+    return store

@@ -1,0 +1,252 @@
+"""`core.backend.Tensors` for MindSpore.
+
+Three traps of MindSpore on a CPU shape this file. `add_`, `mul_` and the like return a new tensor and change nothing;
+`copy_` into a view that starts behind element 0 of its storage is lost; `asnumpy()` of a view is a copy. So in-place
+work on a CPU goes through `memory`, which reaches a tensor's elements by their address. On Ascend the framework's own
+in-place operators are used.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Iterable, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import mint
+from mindspore.common import np_dtype
+
+from hyper_parallel.core.errors import ConfigError, LayoutError
+from hyper_parallel.core.host import peak_resident_bytes
+
+_HALF = ("float16", "bfloat16")
+
+
+def on_cpu() -> bool:
+    """Tell whether this process computes on the CPU (otherwise on Ascend)."""
+    return ms.get_current_device().device_target == "CPU"
+
+
+if on_cpu():
+    # Without this, operators queue up: numpy writes race with them, an error surfaces at a later, innocent operator,
+    # and on few cores everything is many times slower.
+    ms.runtime.launch_blocking()
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether `value` is a MindSpore tensor; a Parameter is one."""
+    return isinstance(value, ms.Tensor)
+
+
+def dtype_name(tensor: ms.Tensor) -> str:
+    """The dtype by its numpy spelling, "bfloat16" included."""
+    return str(tensor.dtype).lower()
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of that name; MindSpore brings the one for bfloat16."""
+    return np.dtype(np_dtype.bfloat16 if name == "bfloat16" else name)
+
+
+def from_numpy(array: np.ndarray, dtype: str | None = None) -> ms.Tensor:
+    """A new tensor on this process's device holding a copy of `array`, cast to `dtype` when given."""
+    copied = np.array(array, dtype=None if dtype is None else numpy_dtype(dtype), order="C")
+    if on_cpu():
+        return ms.from_numpy(copied)
+    tensor = mint.empty(copied.shape, dtype=ms.Tensor(copied).dtype)
+    copy_(tensor, ms.Tensor(copied))
+    return tensor
+
+
+def to_numpy(tensor: ms.Tensor) -> np.ndarray:
+    """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
+    return np.array(tensor.asnumpy(), dtype="float32" if dtype_name(tensor) == "bfloat16" else None)
+
+
+def empty(shape: Sequence[int], dtype: str) -> ms.Tensor:
+    """A new contiguous tensor on this process's device, contents undefined."""
+    return mint.empty(tuple(shape), dtype=_dtype(dtype))
+
+
+def zeros(shape: Sequence[int], dtype: str) -> ms.Tensor:
+    """A new contiguous tensor of zeros on this process's device."""
+    return mint.zeros(tuple(shape), dtype=_dtype(dtype))
+
+
+def flat(tensor: ms.Tensor) -> ms.Tensor:
+    """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
+    with ms._no_grad():
+        contiguous = tensor.contiguous()
+    return _over_storage(contiguous, 0, (contiguous.size,))
+
+
+def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
+    """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
+    tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history.
+
+    Stays an alias when the storage is released and restored. On a CPU write to it with this module or a collective
+    only: what MindSpore's `copy_` writes is lost, and its optimizers refuse it; `plain` gives them one that works.
+    Raises `LayoutError` when `flat` is not 1-D and contiguous or does not have these elements."""
+    count = math.prod(shape)
+    _require_contiguous(flat, "flat")
+    if flat.ndim != 1 or start < 0 or start + count > flat.size:
+        raise LayoutError(
+            f"elements [{start}, {start + count}) are not in a tensor of shape {tuple(flat.shape)}: "
+            "an alias lies inside a 1-D tensor"
+        )
+    return _over_storage(flat, start, shape)
+
+
+def _over_storage(tensor: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
+    """A new tensor over the storage of a contiguous one, without history."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    made = mint.empty((0,), dtype=tensor.dtype)
+    with ms._no_grad():
+        made.set_(tensor.untyped_storage(), tensor.storage_offset() + start, tuple(shape), tuple(strides))
+    return made
+
+
+def plain(tensor: ms.Tensor) -> ms.Tensor:
+    """The memory of a contiguous tensor as one that MindSpore's own in-place operators, and so its optimizers, change.
+
+    On a CPU they refuse an alias, or lose what they write to it. The result must not be used after the storage of
+    `tensor` was released: give it to parameters at rest. On Ascend it is `tensor` itself."""
+    return ms.from_numpy(memory(tensor).reshape(tensor.shape)) if on_cpu() else tensor
+
+
+def memory(tensor: ms.Tensor) -> np.ndarray:
+    """The elements of a contiguous CPU tensor as a 1-D numpy array over the same memory, which it keeps alive.
+
+    Take a new one each time: after `release_storage` an old one shows memory that belongs to others. Raises
+    `LayoutError` when the tensor is not contiguous or its storage is released."""
+    _require_contiguous(tensor, "tensor")
+    dtype = numpy_dtype(dtype_name(tensor))
+    if tensor.size == 0:
+        return np.empty(0, dtype)
+    if tensor.untyped_storage().data_ptr() == 0:
+        raise LayoutError(f"the storage of the tensor of shape {tuple(tensor.shape)} is released: restore it first")
+    return np.asarray(_Bytes(tensor)).view(dtype)
+
+
+class _Bytes:
+    """The bytes of a contiguous tensor, for numpy, which holds on to this object and so to the tensor."""
+
+    def __init__(self, tensor: ms.Tensor):
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (tensor.nbytes,),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def copy_(target: ms.Tensor, source: ms.Tensor) -> None:
+    """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
+    _require_contiguous(target, "target")
+    if target.size != source.size:  # numpy would repeat a single element
+        raise LayoutError(
+            f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ"
+        )
+    if on_cpu():
+        memory(target)[...] = source.asnumpy().reshape(-1)
+    else:
+        with ms._no_grad():
+            target.copy_(source.reshape(target.shape))
+
+
+def scale_(tensor: ms.Tensor, factor: float) -> None:
+    """Multiply a contiguous tensor, possibly an alias, in place."""
+    _require_contiguous(tensor, "tensor")
+    if on_cpu():
+        elements = memory(tensor)
+        elements[...] = wide(elements) * factor
+    else:
+        with ms._no_grad():
+            tensor.mul_(factor)
+
+
+def add_(tensor: ms.Tensor, other: ms.Tensor) -> None:
+    """Add `other`, of the same shape, to a contiguous tensor, possibly an alias, in place."""
+    _require_contiguous(tensor, "tensor")
+    if tensor.shape != other.shape:
+        raise LayoutError(f"can't add shape {tuple(other.shape)} to shape {tuple(tensor.shape)}: shapes differ")
+    if on_cpu():
+        elements = memory(tensor)
+        elements[...] = wide(elements) + wide(other.asnumpy().reshape(-1))
+    else:
+        with ms._no_grad():
+            tensor.add_(other)
+
+
+def wide(elements: np.ndarray) -> np.ndarray:
+    """Half precision as a copy in float32, in which frameworks compute before they round; anything else as it is."""
+    return elements.astype(np.float32) if elements.dtype.name in _HALF else elements
+
+
+def chunk_rows(tensor: ms.Tensor, dim: int, pieces: Sequence[int]) -> list[ms.Tensor]:
+    """Contiguous copies of consecutive pieces along `dim`, of the given lengths (zero allowed)."""
+    if sum(pieces) != tensor.shape[dim] or min(pieces, default=0) < 0:
+        raise LayoutError(f"pieces {list(pieces)} do not make up dim {dim} of shape {tuple(tensor.shape)}")
+    chunks, start = [], 0
+    for length in pieces:
+        shape = [length if index == dim % tensor.ndim else size for index, size in enumerate(tensor.shape)]
+        chunks.append(empty(shape, dtype_name(tensor)))
+        if chunks[-1].size:
+            with ms._no_grad():
+                copy_(chunks[-1], mint.narrow(tensor, dim, start, length))
+        start += length
+    return chunks
+
+
+def concatenate(tensors: Sequence[ms.Tensor], dim: int) -> ms.Tensor:
+    """Join along `dim`; empty pieces allowed."""
+    with ms._no_grad():
+        return mint.cat(list(tensors), dim)
+
+
+def storage_bytes(tensor: ms.Tensor) -> int:
+    """Bytes that the storage of `tensor` holds now; 0 after `release_storage`."""
+    # An alias remembers the size that the storage had; only the address tells that it is released.
+    storage = tensor.untyped_storage()
+    return storage.nbytes() if storage.data_ptr() else 0
+
+
+def release_storage(tensor: ms.Tensor) -> None:
+    """Give the memory back; every alias keeps its shape but must not be read until `restore_storage`."""
+    tensor.untyped_storage().resize_(0)
+
+
+def restore_storage(tensor: ms.Tensor) -> None:
+    """Take memory again for the `numel` elements of the 1-D `tensor`; contents undefined, aliases valid again."""
+    needed = (tensor.storage_offset() + tensor.size) * tensor.itemsize
+    if storage_bytes(tensor) < needed:
+        tensor.untyped_storage().resize_(needed)
+
+
+def squared_norm(tensors: Iterable[ms.Tensor]) -> float:
+    """Sum of squares of all elements of all tensors, accumulated in float64 (float32 per tensor on Ascend)."""
+    if not on_cpu():
+        with ms._no_grad():
+            return sum(float(tensor.astype(ms.float32).square().sum().asnumpy()) for tensor in tensors)
+    rows = (tensor.asnumpy().reshape(-1).astype(np.float64) for tensor in tensors)
+    return sum(float(row @ row) for row in rows)
+
+
+def memory_bytes() -> int:
+    """Peak bytes held by this process's device, or, on a CPU, the peak resident size of the process."""
+    if on_cpu():
+        return peak_resident_bytes()
+    return int(ms.runtime.max_memory_allocated())
+
+
+def _dtype(name: str) -> ms.Type:
+    dtype = getattr(ms, "bool_" if name == "bool" else name, None)
+    if not isinstance(dtype, ms.Type):
+        raise ConfigError(f'unknown dtype {name!r}: write "float32", "bfloat16", "float16", "float64", "int64", ...')
+    return dtype
+
+
+def _require_contiguous(tensor: ms.Tensor, name: str) -> None:
+    if not tensor.is_contiguous():
+        raise LayoutError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a contiguous tensor")
