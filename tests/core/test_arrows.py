@@ -1,0 +1,88 @@
+"""The arrows of the design: cli -> train -> api -> backends -> core, and core knows no framework."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "hyper_parallel"
+FRAMEWORKS = {"torch", "torch_npu", "mindspore"}
+CORE_MAY_IMPORT = set(sys.stdlib_module_names) | {"numpy", "yaml", "hyper_parallel"}
+
+
+def imports(path):
+    """Every module that a file imports, at whatever depth."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def files(*rooms):
+    return [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
+
+
+def test_core_imports_the_standard_library_numpy_yaml_and_itself_only():
+    for path in files("core"):
+        for module in imports(path):
+            assert module.split(".")[0] in CORE_MAY_IMPORT, f"{path} imports {module}"
+            if module.startswith("hyper_parallel."):
+                assert module.startswith("hyper_parallel.core"), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize(("one", "other"), [("torch", "mindspore"), ("mindspore", "torch")])
+def test_backends_import_core_and_themselves_only(one, other):
+    for path in files(f"backends/{one}"):
+        for module in imports(path):
+            assert module.split(".")[0] != other, f"{path} imports {module}"
+            if module.startswith("hyper_parallel."):
+                assert module.startswith(("hyper_parallel.core", f"hyper_parallel.backends.{one}")), f"{path}: {module}"
+
+
+def test_nothing_below_imports_what_stands_above():
+    for room, above in (("backends", ("api", "train", "cli", "models")), ("train", ("cli",))):
+        for path in files(room):
+            for module in imports(path):
+                assert not module.startswith(tuple(f"hyper_parallel.{name}" for name in above)), f"{path}: {module}"
+
+
+def test_only_backends_and_the_decoders_import_a_framework():
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0]
+        if room != "backends" and path.name not in ("torch_decoder.py", "mindspore_decoder.py"):
+            found = {module.split(".")[0] for module in imports(path)} & FRAMEWORKS
+            assert not found or path.name == "torch_agent.py", f"{path} imports {found}"
+
+
+def test_the_twins_have_the_same_files_and_the_same_public_functions():
+    def public(backend):
+        return {
+            path.name: {
+                node.name
+                for node in ast.parse(path.read_text()).body
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            }
+            for path in files(f"backends/{backend}")
+        }
+
+    assert public("torch") == public("mindspore")
+
+
+def test_importing_the_package_imports_no_framework_and_is_quick():
+    code = (
+        "import sys, time; start = time.perf_counter(); import hyper_parallel; "
+        "print(time.perf_counter() - start, *({'torch', 'mindspore'} & set(sys.modules)))"
+    )
+    times = []
+    for _ in range(3):
+        seconds, *frameworks = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=PACKAGE.parent
+        ).stdout.split()
+        assert not frameworks
+        times.append(float(seconds))
+    assert min(times) < 0.3

@@ -1,0 +1,93 @@
+"""The first plan: from a description, as data, as text, as YAML."""
+
+import pytest
+
+from hyper_parallel import DeviceMesh, ModelDescription, PlanError, ShardingPlan, Shard, plan
+from hyper_parallel.core.plan.model import ParameterDescription
+
+MESH = DeviceMesh((2, 2), ("replicate", "shard"))
+
+
+def description(*parameters, tied=None):
+    made = tuple(ParameterDescription(name, shape, "float32", "Linear", True) for name, shape in parameters)
+    modules = {"": "Model"}
+    for name, _ in parameters:
+        path = name.split(".")[:-1]
+        for length in range(1, len(path) + 1):
+            modules.setdefault(".".join(path[:length]), "Module")
+    return ModelDescription("Model", made, modules, tied or {})
+
+
+DECODER = description(
+    ("embed.weight", (10, 4)),
+    ("layers.0.q.weight", (4, 4)),
+    ("layers.0.norm.weight", (3,)),
+    ("layers.1.q.weight", (4, 4)),
+    ("layers.1.experts.0.w.weight", (4, 2)),
+    ("norm.weight", (4,)),
+    tied={"head.weight": "embed.weight"},
+)
+
+
+def test_each_repeated_block_is_a_unit_and_the_rest_belongs_to_the_model():
+    made = plan(DECODER, MESH)
+    assert [unit.name for unit in made.units] == ["layers.0", "layers.1", ""]
+    assert [unit.reshard_after_forward for unit in made.units] == [True, True, False]
+    assert made["layers.1.experts.0.w.weight"].unit == "layers.1"
+    assert made["embed.weight"].unit == "" and made["head.weight"] is made["embed.weight"]
+    assert made["norm.weight"].placements == {"shard": Shard(0)}
+    assert made.layout("layers.0.norm.weight").local_shape(1) == (1,)
+
+
+def test_a_parameter_tied_across_blocks_belongs_to_the_model():
+    made = plan(description(("layers.0.w", (4,)), ("layers.1.v", (4,)), tied={"layers.1.w": "layers.0.w"}), MESH)
+    assert made["layers.0.w"].unit == "" and made["layers.1.v"].unit == "layers.1"
+
+
+def test_scalars_stay_whole_and_small_parameters_are_noted():
+    made = plan(description(("scale", ()), ("one", (1, 3)), ("two", (2,))), MESH)
+    assert made["scale"].placements == {}
+    assert made.notes == (
+        "scale is a scalar: every rank keeps it whole.",
+        "one has 1 row for a shard axis of 2: 1 of 2 ranks hold nothing of it.",
+    )
+
+
+def test_saving_and_loading_is_the_identity(tmp_path):
+    made = plan(DECODER, DeviceMesh((2, 2), ("replicate", "shard"), (3, 1, 2, 0)))
+    made.save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    loaded = ShardingPlan.load(tmp_path / "plan.yaml")
+    assert loaded == made
+    loaded.save(tmp_path / "plan.yaml")
+    assert (tmp_path / "plan.yaml").read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+@pytest.mark.parametrize("text", ["[1]", "format: 1", "format: 2\nmesh: {}", "a: [", "format: 1\nmesh: 3\nranks:"])
+def test_what_is_no_plan_is_refused(tmp_path, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(PlanError):
+        ShardingPlan.load(tmp_path / "plan.yaml")
+    with pytest.raises(PlanError, match="can't be read"):
+        ShardingPlan.load(tmp_path / "none.yaml")
+
+
+def test_the_table_shows_every_parameter_and_the_totals():
+    text = plan(DECODER, MESH).table()
+    assert "unit layers.0: freed after forward" in text
+    assert "unit (the model itself): kept until backward" in text
+    row = next(line for line in text.splitlines() if "embed.weight" in line)
+    assert row.split() == ["embed.weight", "=", "head.weight", "10x4", "float32", "shard:", "shard(0)", "5x4", "80"]
+    # embed 160 B, two q of 64 B, norms of 12 B (a padded half is 8 B) and 16 B, w of 32 B
+    assert "each rank keeps 176 B of 348 B" in text
+    # half of each travels: root 88 B once; blocks (32 + 8) and (32 + 16) B twice
+    assert "all-gather 264 B and reduce-scatter 176 B over shard, all-reduce 176 B over replicate" in text
+
+
+def test_an_axis_without_work_is_refused_and_an_unknown_parameter_too():
+    with pytest.raises(PlanError, match="'tensor'"):
+        plan(DECODER, DeviceMesh((2, 2), ("shard", "tensor")))
+    assert plan(DECODER, DeviceMesh((2, 1), ("shard", "tensor"))).units
+    with pytest.raises(PlanError, match="no parameter 'nothing'"):
+        plan(DECODER, MESH)["nothing"]
