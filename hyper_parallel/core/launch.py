@@ -30,6 +30,15 @@ def is_scheduler(environment: Mapping[str, str]) -> bool:
     return environment.get("MS_ROLE") == "MS_SCHED"
 
 
+def is_further_rank(environment: Mapping[str, str]) -> bool:
+    """Tell whether a launcher has started this process as another rank than the first."""
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return environment["RANK"] != "0"
+    if "MS_ROLE" in environment:
+        return is_scheduler(environment) or environment.get("RANK_ID", environment.get("MS_NODE_ID")) != "0"
+    return "RANK_TABLE_FILE" in environment and environment.get("RANK_ID", "0") != "0"
+
+
 def _launcher(backend: str, environment: Mapping[str, str]) -> str | None:
     if backend == "torch":
         if "MS_ROLE" in environment:

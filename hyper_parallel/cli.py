@@ -1,0 +1,95 @@
+"""The command line: `hyper-parallel train` and `hyper-parallel compare`.
+
+Exit status: 0 done; 1 a rank failed, or the backends differ; 2 something that the user can put right; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Sequence
+
+from hyper_parallel.core.errors import HyperParallelError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    from hyper_parallel.train.supervise import RanksFailed, Terminated, termination_as_exception
+
+    try:
+        with termination_as_exception():
+            return _train(options) if options.command == "train" else _compare(options)
+    except HyperParallelError as error:
+        return _complain(str(error), 2)
+    except RanksFailed as failed:
+        logs = f"\nwhat every rank printed is in {failed.job.folder}" if failed.failure.kind != "user" else ""
+        return _complain(f"{failed}{logs}", failed.failure.exit_status, ranks_ran=True)
+    except KeyboardInterrupt:
+        return _complain("interrupted; every rank has ended", 130, ranks_ran=True)
+    except Terminated as terminated:
+        return _complain("asked to end; every rank has ended", 128 + terminated.signum, ranks_ran=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hyper-parallel", description="Train a language model from one sharding plan.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train with one backend")
+    train.add_argument("--backend", choices=("mindspore", "torch"), help="wins over the configuration's `backend`")
+    compare = commands.add_parser("compare", help="train with MindSpore, then PyTorch, and compare them")
+    for command in (train, compare):
+        command.add_argument("config", metavar="CONFIG.yaml", help="the settings; docs/training.md lists them all")
+        command.add_argument("--run-dir", type=Path, metavar="DIR", help="where the results go; by default below runs/")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, such as train.steps=20"
+        )
+    return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    from hyper_parallel.core.launch import is_scheduler
+    from hyper_parallel.train.config import load_config
+    from hyper_parallel.train.launch import join_and_train, joined, serve_as_scheduler, start_local
+    from hyper_parallel.train.run_folder import choose_run_dir
+
+    config = load_config(options.config, options.set, options.backend)
+    if is_scheduler(os.environ):
+        serve_as_scheduler(config)
+        return 0
+    launch = joined(config, os.environ)
+    # Rank 0 alone writes; the others would find the folder that it has made.
+    writes = launch is None or launch.rank == 0
+    run_dir = choose_run_dir(options.run_dir, f"{Path(options.config).stem}-{config.backend}") if writes else None
+    if launch is None:
+        start_local(config, run_dir)
+    else:
+        join_and_train(config, launch, run_dir)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from hyper_parallel.train.compare import compare
+    from hyper_parallel.train.config import load_config
+    from hyper_parallel.train.run_folder import choose_run_dir
+
+    config = load_config(options.config, options.set)
+    run_dir = choose_run_dir(options.run_dir, Path(options.config).stem)
+    return 0 if compare(config, run_dir) else 1
+
+
+def _complain(message: str, status: int, ranks_ran: bool = False) -> int:
+    from hyper_parallel.core.launch import is_further_rank
+
+    if ranks_ran and sys.stdout.isatty():
+        # A rank that ended under its progress bar has left the cursor hidden, in the middle of a line.
+        print("\x1b[?25h")
+    # What is wrong before the ranks have met is wrong on every rank that a launcher started: one tells it.
+    if not is_further_rank(os.environ):
+        print(f"hyper-parallel: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
