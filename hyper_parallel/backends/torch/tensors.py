@@ -37,10 +37,11 @@ def from_numpy(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
-    return np.array(tensor.numpy(), order="C")
+    # A storage that numpy has seen can't be released any more, so numpy gets a copy of its own.
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).numpy()
 
 
 def empty(shape: Sequence[int], dtype: str) -> torch.Tensor:
@@ -62,7 +63,7 @@ def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
     tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history.
 
-    Raises `LayoutError` when `flat` is not 1-D and contiguous or does not have these elements."""
+    Raises `LayoutError` when `flat` is not 1-D and contiguous, does not have these elements, or is released."""
     count = math.prod(shape)
     _require_contiguous(flat, "flat")
     if flat.dim() != 1 or start < 0 or start + count > flat.numel():
@@ -70,6 +71,8 @@ def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
             f"elements [{start}, {start + count}) are not in a tensor of shape {tuple(flat.shape)}: "
             "an alias lies inside a 1-D tensor"
         )
+    if count and not storage_bytes(flat):
+        raise LayoutError("an alias can't be made while the storage is released: call restore_storage first")
     # `data`, not `detach` or a view: a write to a tensor that shares a version counter would make autograd refuse
     # what it has saved of the others.
     return flat.data.narrow(0, start, count).view(tuple(shape)).data
