@@ -69,7 +69,8 @@ def _read_text(config: Config, backend: Backend) -> Corpus:
 
 def _introduce(screen: Screen, trainer: Trainer, corpus: Corpus, folder: RunFolder | None) -> None:
     backend, sampler = trainer.backend, trainer.sampler
-    screen.say(f"{backend.name} on {backend.device}, {backend.collectives.world_size()} rank(s)")
+    ranks = backend.collectives.world_size()
+    screen.say(f"{backend.name}, {ranks} rank{'s' if ranks > 1 else ''}")
     screen.say(trainer.plan.summary())
     unreadable = f", {len(corpus.unreadable)} unreadable left out" if corpus.unreadable else ""
     screen.say(
