@@ -113,5 +113,10 @@ def test_a_model_is_recognised_by_its_class_and_only_its_framework_is_loaded(nam
 
 
 def test_asking_what_is_available_imports_no_framework():
-    code = "import sys; from hyper_parallel.backends import available; available(); print({'torch', 'mindspore'} & {*sys.modules})"
+    code = """
+        import sys
+        from hyper_parallel.backends import available
+        available()
+        print({"torch", "mindspore"} & set(sys.modules))
+    """
     assert python(code) == "set()"

@@ -61,7 +61,8 @@ def test_initial_weights_are_float32_ones_and_normal_numbers_of_the_given_width(
 
 
 def test_a_tensor_depends_on_the_seed_and_its_name_alone():
-    small, deep, other = initial_weights(config(), 1), initial_weights(config(num_layers=4), 1), initial_weights(config(), 2)
+    small, other = initial_weights(config(), 1), initial_weights(config(), 2)
+    deep = initial_weights(config(num_layers=4), 1)
     for name, array in small.items():
         np.testing.assert_array_equal(array, deep[name])
         assert "norm" in name or (array != other[name]).mean() > 0.99
@@ -70,13 +71,12 @@ def test_a_tensor_depends_on_the_seed_and_its_name_alone():
 
 
 def test_initial_weights_stay_what_they_were():
-    weights = initial_weights(config(), seed=0)["model.layers.1.self_attn.k_proj.weight"]
-    np.testing.assert_array_equal(weights[0, :3], np.float32([0.01270803902298212, -0.0003223818202968687, -0.01609938032925129]))
+    matrix = initial_weights(config(), seed=0)["model.layers.1.self_attn.k_proj.weight"]
+    np.testing.assert_array_equal(matrix[0, :3], np.float32([0.012708039, -0.00032238182, -0.01609938]))
 
 
 @pytest.mark.parametrize("name", ["torch_decoder.py", "mindspore_decoder.py"])
 def test_a_decoder_knows_nothing_of_hyper_parallel(name):
-    source = (MODELS / name).read_text()
-    modules = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
-    assert not [module for module in modules if module.startswith("hyper_parallel")]
+    nodes = ast.walk(ast.parse((MODELS / name).read_text()))
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert len(imports) >= 4 and not [line for line in map(ast.unparse, imports) if "hyper_parallel" in line]
