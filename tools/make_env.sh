@@ -39,7 +39,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear "$venv"
 fi
 
-echo "Installing the pinned packages into $venv (about 1 GB to fetch; a few minutes) ..."
+echo "Installing the pinned packages into $venv (1 GB or more to fetch; a few minutes) ..."
 "$venv/bin/python" -m pip install --quiet --requirement "$requirements"
 "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
 echo "Ready: $venv"
