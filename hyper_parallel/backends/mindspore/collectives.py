@@ -180,7 +180,7 @@ def all_to_all(
     if group.size == 1:
         return _copied(output, input)
     if on_cpu():
-        return _finished(call, lambda: _exchange(memory(output), memory(input), *splits, group))
+        return _finished(call, lambda: _exchange(output, input, *splits, group))
     return _launch(
         call, async_op, lambda: dist.all_to_all_single(flat(output), flat(input), *splits, group.handle, True)
     )
@@ -369,17 +369,17 @@ def _exchange_and_sum(output: np.ndarray, input: np.ndarray, group: RankGroup) -
 
 
 def _exchange(
-    output: np.ndarray, input: np.ndarray, output_splits: list[int], input_splits: list[int], group: RankGroup
+    output: ms.Tensor, input: ms.Tensor, output_splits: list[int], input_splits: list[int], group: RankGroup
 ) -> None:
-    sent = np.split(input, np.cumsum(input_splits)[:-1])
-    received = np.split(output, np.cumsum(output_splits)[:-1])
+    sent = np.split(_bytes(input), np.cumsum(input_splits)[:-1] * input.itemsize)
+    received = np.split(_bytes(output), np.cumsum(output_splits)[:-1] * output.itemsize)
     for member in _others(group):
         if sent[member].size:
-            _send_bytes(sent[member].view(np.uint8), group.ranks[member], group)
+            _send_bytes(sent[member], group.ranks[member], group)
     received[group.index][...] = sent[group.index]
     for member in _others(group):
         if received[member].size:
-            _receive_bytes(received[member].view(np.uint8), group.ranks[member], group)
+            _receive_bytes(received[member], group.ranks[member], group)
 
 
 def _others(group: RankGroup) -> Iterator[int]:
