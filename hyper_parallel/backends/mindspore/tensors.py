@@ -50,11 +50,10 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def from_numpy(array: np.ndarray, dtype: str | None = None) -> ms.Tensor:
     """A new tensor on this process's device holding a copy of `array`, cast to `dtype` when given."""
-    copied = np.array(array, dtype=None if dtype is None else numpy_dtype(dtype), order="C")
-    if on_cpu():
-        return ms.from_numpy(copied)
-    tensor = mint.empty(copied.shape, dtype=ms.Tensor(copied).dtype)
-    copy_(tensor, ms.Tensor(copied))
+    # Not ms.from_numpy: MindSpore can't release memory that belongs to numpy.
+    host = np.ascontiguousarray(array).reshape(np.shape(array))
+    tensor = empty(host.shape, dtype or host.dtype.name)
+    copy_(tensor, ms.from_numpy(host))
     return tensor
 
 
@@ -84,9 +83,10 @@ def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
     """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
     tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history.
 
-    Stays an alias when the storage is released and restored. On a CPU write to it with this module or a collective
-    only: what MindSpore's `copy_` writes is lost, and its optimizers refuse it; `plain` gives them one that works.
-    Raises `LayoutError` when `flat` is not 1-D and contiguous or does not have these elements."""
+    On a CPU write to it with this module or a collective only: what MindSpore's own `copy_` writes is lost, and its
+    optimizers refuse it, so it is no data for a parameter at rest.
+
+    Raises `LayoutError` when `flat` is not 1-D and contiguous, does not have these elements, or is released."""
     count = math.prod(shape)
     _require_contiguous(flat, "flat")
     if flat.ndim != 1 or start < 0 or start + count > flat.size:
@@ -94,6 +94,8 @@ def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
             f"elements [{start}, {start + count}) are not in a tensor of shape {tuple(flat.shape)}: "
             "an alias lies inside a 1-D tensor"
         )
+    if count and not storage_bytes(flat):
+        raise LayoutError("an alias can't be made while the storage is released: call restore_storage first")
     return _over_storage(flat, start, shape)
 
 
@@ -104,14 +106,6 @@ def _over_storage(tensor: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Ten
     with ms._no_grad():
         made.set_(tensor.untyped_storage(), tensor.storage_offset() + start, tuple(shape), tuple(strides))
     return made
-
-
-def plain(tensor: ms.Tensor) -> ms.Tensor:
-    """The memory of a contiguous tensor as one that MindSpore's own in-place operators, and so its optimizers, change.
-
-    On a CPU they refuse an alias, or lose what they write to it. The result must not be used after the storage of
-    `tensor` was released: give it to parameters at rest. On Ascend it is `tensor` itself."""
-    return ms.from_numpy(memory(tensor).reshape(tensor.shape)) if on_cpu() else tensor
 
 
 def memory(tensor: ms.Tensor) -> np.ndarray:
