@@ -58,7 +58,8 @@ class BackendRuntime:
                 gathering.wait()
 
     def free(self, unit: "Unit") -> None:
-        """Empty the buffers."""
+        """Let modules see the shards again, and empty the buffers."""
+        unit.hide()
         for each in unit.parameters:
             each.free()
 

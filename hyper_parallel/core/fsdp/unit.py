@@ -62,7 +62,7 @@ class Unit:
 
     def detach(self) -> None:
         """Take the hooks away; the parameters stay as they are."""
-        self._hide()
+        self.hide()
         for hook in self._hooks:
             hook.remove()
         vars(self.module).pop(_ATTRIBUTE, None)
@@ -70,7 +70,6 @@ class Unit:
     def reset(self) -> None:
         """Forget calls that never came to an end because of an exception."""
         self._calls.clear()
-        self._hide()
 
     def _become_root(self) -> None:
         self._schedule = Schedule(BackendRuntime(self.backend))
@@ -92,43 +91,48 @@ class Unit:
         schedule.before_forward(self)
         recording = self.backend.autograd.grad_enabled()
         self._calls.append(_Call(self, (args, kwargs)) if recording else None)
-        self._show(recording)
+        self.show()
 
     def _leave(self, output: Any) -> None:
         call = self._calls.pop()
-        if not self._calls:
-            self._hide()
         if call is not None:
             call.watch_outputs(output)
         self.schedule.after_forward(self, recording=call is not None)
 
-    def _show(self, recording: bool) -> None:
-        """Let the module see full parameters; the recorded ones come out of one autograd node."""
+    def show(self) -> None:
+        """Let modules see the full parameters until they are freed; recorded ones come out of one autograd node.
+
+        In backward too, where nothing is recorded but a recompute inside the unit may run its modules again.
+        """
+        recorded = self._recorded()
+        if recorded is None:
+            recorded = [each.full() for each in self.trainable]
         frozen = [each for each in self.parameters if not each.spec.trainable]
-        recorded = self._attach() if recording else [each.full() for each in self.trainable]
         seen = list(zip(self.trainable, recorded)) + [(each, each.full()) for each in frozen]
         for parameter, tensor in seen:
             for use in parameter.uses:
                 self.backend.modules.shadow(use.owner, use.attribute, tensor)
 
-    def _attach(self) -> list[Tensor]:
-        """One node for all calls until it has run: however often the module is called, it is reduced once."""
-        if self._attached is None and self.trainable:
-            self._attached = self.backend.autograd.attach(
+    def hide(self) -> None:
+        """Let modules see the shards again."""
+        for parameter in self.parameters:
+            for use in parameter.uses:
+                self.backend.modules.unshadow(use.owner, use.attribute)
+
+    def _recorded(self) -> list[Tensor] | None:
+        """Full tensors with a history. One node serves all calls until it has run, so a unit is reduced once."""
+        autograd = self.backend.autograd
+        if self._attached is None and self.trainable and autograd.grad_enabled():
+            self._attached = autograd.attach(
                 [each.parameter for each in self.trainable], [each.full() for each in self.trainable], self._reduce
             )
-        return self._attached or []
+        return self._attached if autograd.grad_enabled() or autograd.in_backward() else None
 
     def _reduce(self, gradients: list[Tensor | None]) -> list[Tensor]:
         self._attached = None
         reduction = UnitReduction(self, gradients)
         self.schedule.gradients_ready(reduction)
         return reduction.shards
-
-    def _hide(self) -> None:
-        for parameter in self.parameters:
-            for use in parameter.uses:
-                self.backend.modules.unshadow(use.owner, use.attribute)
 
 
 class _Call:
@@ -155,6 +159,7 @@ class _Call:
         if self._backward != schedule.backward_number:
             self._backward, self._missing = schedule.backward_number, self._inputs
             schedule.before_backward(self._unit)
+            self._unit.show()
 
     def _input_done(self) -> None:
         self._missing -= 1

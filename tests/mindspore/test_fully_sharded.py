@@ -1,0 +1,21 @@
+"""`fully_shard` as MindSpore users meet it: `value_and_grad`, stock optimizers, recompute."""
+
+BODIES = "tests.mindspore.fsdp_bodies"
+BOUND = 1e-11  # float64 sums in another order
+
+
+def test_the_frameworks_own_value_and_grad_returns_finished_shards(pool):
+    assert max(pool("mindspore", 2).run(f"{BODIES}:framework_value_and_grad")) < BOUND
+
+
+def test_the_frameworks_own_optimizer_trains_the_shards(pool):
+    # float32, and AdamW divides by the root of what it has accumulated
+    assert max(pool("mindspore", 2).run(f"{BODIES}:stock_optimizer")) < 1e-5
+
+
+def test_recomputed_blocks_that_are_units_give_the_same_gradients(pool):
+    assert max(pool("mindspore", 2).run(f"{BODIES}:recomputed")) < BOUND
+
+
+def test_a_step_without_gradients_leaves_the_next_one_right(pool):
+    assert max(pool("mindspore", 2).run(f"{BODIES}:result_thrown_away")) < BOUND
