@@ -34,7 +34,7 @@ def main() -> None:
         if backend is None:  # the first request says who this is
             backend, reply = start(request)
         else:
-            reply = answer(lambda: call(backend, request))
+            reply = answer(call, backend, request)
         connection.send_bytes(reply)
 
 
@@ -49,18 +49,19 @@ def die_with(parent: int) -> None:
 
 def start(request: bytes) -> tuple[Any, bytes]:
     """Load the backend and join the job; returns the backend and the reply."""
-    loaded = []
-
-    def join() -> None:
-        from hyper_parallel.backends import load
-
-        name, launch = pickle.loads(request)
-        backend = load(name)
-        backend.collectives.initialize(launch)
-        loaded.append(backend)
-
-    reply = answer(join)
+    loaded: list[Any] = []
+    reply = answer(join, request, loaded)
     return (loaded[0] if loaded else None), reply
+
+
+def join(request: bytes, loaded: list[Any]) -> None:
+    """Load the backend into `loaded` once its collectives are initialised."""
+    from hyper_parallel.backends import load  # here, so that a broken import becomes a reply
+
+    name, launch = pickle.loads(request)
+    backend = load(name)
+    backend.collectives.initialize(launch)
+    loaded.append(backend)
 
 
 def call(backend: Any, request: bytes) -> Any:
@@ -70,10 +71,10 @@ def call(backend: Any, request: bytes) -> Any:
     return getattr(importlib.import_module(module), function)(backend, *args, **kwargs)
 
 
-def answer(work: Callable[[], Any]) -> bytes:
-    """The pickled reply: what `work` returns or raises; a result that can't be pickled is an error of the body."""
+def answer(work: Callable, *args: Any) -> bytes:
+    """The pickled reply: what `work(*args)` returns or raises, which includes a result that has no pickle."""
     try:
-        return pickle.dumps(Returned(work()))
+        return pickle.dumps(Returned(work(*args)))
     except BaseException as error:  # whatever it is, the test must see it
         when = time.monotonic()
         story = traceback.TracebackException.from_exception(error)

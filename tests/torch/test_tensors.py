@@ -31,7 +31,9 @@ def test_bfloat16_comes_from_and_goes_to_float32():
     assert back.tolist() == [1.0, 1.0, -2.5]  # 1 + 2^-8 lies between two bfloat16 numbers; the even one is 1
 
 
-@pytest.mark.parametrize("array", [np.float32(3.0), np.zeros((0, 2)), np.arange(6.0).reshape(2, 3).T, np.arange(3)[::-1]])
+@pytest.mark.parametrize(
+    "array", [np.float32(3.0), np.zeros((0, 2)), np.arange(6.0).reshape(2, 3).T, np.arange(3)[::-1]]
+)
 def test_numpy_arrays_of_any_form_are_copied(array):
     tensor = tensors.from_numpy(array)
     assert tensor.is_contiguous()
@@ -176,6 +178,13 @@ def test_released_storage_holds_nothing_and_restored_storage_serves_every_alias(
     assert tensors.storage_bytes(alias) == 4000
     tensors.copy_(flat, torch.arange(1000.0))
     assert alias[0].tolist() == [500, 501, 502, 503, 504]
+
+
+def test_storage_can_be_released_although_its_values_came_from_numpy_and_went_there():
+    flat = tensors.from_numpy(np.arange(4.0))
+    seen = tensors.to_numpy(flat)
+    tensors.release_storage(flat)  # torch can't resize a storage that numpy shares
+    assert seen.tolist() == [0, 1, 2, 3]
 
 
 def test_restoring_twice_keeps_the_contents():

@@ -31,8 +31,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def from_numpy(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
     """A new tensor on this process's device holding a copy of `array`, cast to `dtype` when given."""
-    copy = torch.from_numpy(np.array(array, order="C"))
-    return copy.to(device(), copy.dtype if dtype is None else _dtype(dtype))
+    theirs = torch.from_numpy(np.require(array, requirements=("C", "W")))
+    return theirs.to(device(), theirs.dtype if dtype is None else _dtype(dtype), copy=True)
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -40,7 +40,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
-    # A storage that numpy has seen can't be released any more, so numpy gets a copy of its own.
+    # A storage that numpy shares can't be released any more, so numpy gets a copy of its own.
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).numpy()
 
 
