@@ -62,18 +62,44 @@ class Topology:
         return cls(machines, tuple(machine // (machines_per_supernode or 1) for machine in machines))
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], world_size: int) -> "Topology":
-        """Read what `torchrun` or `msrun` left in the environment: the number of ranks on a machine.
+    def from_local_ranks(cls, local_ranks: Sequence[int]) -> "Topology":
+        """Machines from every rank's number on its machine, in rank order: a new one begins wherever that is 0.
 
-        Machines are taken as supernodes of their own, which is the careful answer: a link is called fast only where
-        that is known. Without any launcher's variable all ranks are on one machine.
+        Launchers give the ranks of a machine consecutive numbers; exchange yours with the others to call this. Machines are
+        taken as supernodes of their own.
 
         Raises:
-            ConfigError: a variable that is not a positive number.
+            LayoutError: the numbers are not those of consecutive ranks.
         """
-        for name in ("LOCAL_WORLD_SIZE", "MS_LOCAL_WORKER_NUM"):
-            if name in environment:
-                return cls.regular(world_size, _positive(name, environment[name]))
+        machines: list[int] = []
+        for rank, local in enumerate(local_ranks):
+            if local not in (0, local_ranks[rank - 1] + 1 if rank else 0):
+                raise LayoutError(
+                    f"rank {rank} is number {local} on its machine and the rank before it is number "
+                    f"{local_ranks[rank - 1] if rank else 'none'}; expected 0 or the next number. Give an explicit mapping instead"
+                )
+            machines.append((machines[-1] if machines else -1) + (local == 0))
+        return cls(tuple(machines), tuple(machines))
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], world_size: int) -> "Topology":
+        """Read what the launcher left in the environment.
+
+        `torchrun` says how many ranks share a machine. Machines are taken as supernodes of their own, which is the careful
+        answer: a link is called fast only where that is known. Without a launcher all ranks are on one machine.
+
+        Raises:
+            ConfigError: `LOCAL_WORLD_SIZE` is not a positive number, or the launcher is one that leaves it out (`msrun`, a rank
+                table).
+        """
+        if "LOCAL_WORLD_SIZE" in environment:
+            return cls.regular(world_size, _positive("LOCAL_WORLD_SIZE", environment["LOCAL_WORLD_SIZE"]))
+        silent = [name for name in ("MS_ROLE", "RANK_TABLE_FILE") if name in environment]
+        if silent:
+            raise ConfigError(
+                f"the launcher that set {silent[0]} does not say how many ranks share a machine; give Topology(machines, "
+                "supernodes), or Topology.from_local_ranks with the number of every rank on its machine"
+            )
         return cls.single_machine(world_size)
 
     @property

@@ -110,6 +110,11 @@ def test_tiers_follow_the_machines_whatever_the_rank_order():
 def test_the_launcher_says_how_many_ranks_share_a_machine():
     assert Topology.from_environment({"LOCAL_WORLD_SIZE": "2"}, 4).machines == (0, 0, 1, 1)
     assert Topology.from_environment({}, 4).machines == (0, 0, 0, 0)
+    assert Topology.from_local_ranks([0, 1, 0, 1, 2]).machines == (0, 0, 1, 1, 1)
+    with pytest.raises(LayoutError, match="rank 2 is number 2 on its machine and the rank before it is number 0"):
+        Topology.from_local_ranks([0, 0, 2])
+    with pytest.raises(ConfigError, match="set MS_ROLE does not say"):
+        Topology.from_environment({"MS_ROLE": "MS_WORKER", "RANK_ID": "1"}, 4)
     with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE is 'two'"):
         Topology.from_environment({"LOCAL_WORLD_SIZE": "two"}, 4)
 
