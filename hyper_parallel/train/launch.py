@@ -49,6 +49,19 @@ def join_and_train(config: Config, launch: Launch, run_dir: Path | None) -> None
         print(f"hyper-parallel: {failure.message()}", file=sys.stderr, flush=True)
         # Leaving the ordinary way could wait for peers that will never answer.
         os._exit(failure.exit_status)
+    leave(launch)
+
+
+def leave(launch: Launch) -> None:
+    """End a rank that has done its work.
+
+    At once, since threads of a framework may still run and abort the process while Python takes itself down. Under
+    msrun the ordinary way, in which MindSpore tells its scheduler; otherwise it would count as a lost rank.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if launch.launcher != "msrun":
+        os._exit(0)
 
 
 def serve_as_scheduler(config: Config) -> None:

@@ -15,7 +15,7 @@ from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.launch import is_scheduler
 from hyper_parallel.train.config import Config
 from hyper_parallel.train.job import Failure, Job, die_with
-from hyper_parallel.train.launch import joined, serve_as_scheduler
+from hyper_parallel.train.launch import joined, leave, serve_as_scheduler
 from hyper_parallel.train.screen import screen_on
 
 
@@ -45,6 +45,7 @@ def main() -> None:
         print(failure.message(), file=sys.stderr, flush=True)
         # Leaving the ordinary way could wait for peers that will never answer.
         os._exit(1)
+    leave(launch)
 
 
 def _launch(config: Config, arguments: argparse.Namespace) -> Launch:
