@@ -14,7 +14,7 @@ $(INSTALLED): setup.py pyproject.toml requirements/cpu.txt tools/make_env.sh
 	@touch "$@"
 
 demo: $(INSTALLED)
-	@"$(VENV)/bin/hyper-parallel" compare examples/demo.yaml --run-dir runs/demo
+	@"$(VENV)/bin/hyper-parallel" compare examples/demo.yaml
 
 test: $(INSTALLED)
 	@"$(VENV)/bin/python" -m pytest
