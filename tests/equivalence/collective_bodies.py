@@ -91,6 +91,12 @@ class Case:
             assert any(np.array_equal(part, expected.astype(part.dtype).ravel()) for part in holds), str(self)
 
 
+    def expect_unchanged(self, tensor: Tensor, expected: np.ndarray) -> None:
+        """An input still has its values."""
+        found = self.backend.tensors.to_numpy(tensor)
+        np.testing.assert_array_equal(found, expected, err_msg=f"{self}: input")
+
+
 def cases(backend: Backend, dtypes: tuple[str, ...]) -> Iterator[Case]:
     """Every dtype and size on every group that this rank is in; all members see the same cases in the same order."""
     for partition in PARTITIONS[backend.collectives.world_size()]:
@@ -105,9 +111,10 @@ def cases(backend: Backend, dtypes: tuple[str, ...]) -> Iterator[Case]:
 
 def all_gather(backend: Backend) -> None:
     for case in cases(backend, MOVABLE):
-        source = case.tensor(values(case.rank, case.size, case.dtype))
-        target = case.blank(case.size * case.group.size)
+        mine = values(case.rank, case.size, case.dtype)
+        source, target = case.tensor(mine), case.blank(case.size * case.group.size)
         backend.collectives.all_gather(target, source, case.group, case.async_op).wait()
+        case.expect_unchanged(source, mine)
         case.expect(target, np.concatenate([values(rank, case.size, case.dtype) for rank in case.group.ranks]))
 
 
@@ -124,9 +131,10 @@ def all_gather_from_own_part_of_the_output(backend: Backend) -> None:
 
 def reduce_scatter(backend: Backend) -> None:
     for case in cases(backend, SUMMABLE):
-        source = case.tensor(values(case.rank, case.size * case.group.size, case.dtype))
-        target = case.blank(case.size)
+        mine = values(case.rank, case.size * case.group.size, case.dtype)
+        source, target = case.tensor(mine), case.blank(case.size)
         backend.collectives.reduce_scatter(target, source, case.group, case.async_op).wait()
+        case.expect_unchanged(source, mine)
         total = sum(values(rank, case.size * case.group.size, case.dtype) for rank in case.group.ranks)
         case.expect(target, total[case.group.index * case.size :][: case.size])
 
@@ -179,6 +187,7 @@ def uneven_all_to_all(backend: Backend) -> None:
         backend.collectives.all_to_all(
             target, source, case.group, [len(piece) for piece in received], counts[me], async_op=case.async_op
         ).wait()
+        case.expect_unchanged(source, inputs[me])
         case.expect(target, np.concatenate(received))
 
 
@@ -210,6 +219,25 @@ def blocking_messages(backend: Backend) -> None:
     if me + 1 < world.size:
         comm.send(token, me + 1, world)
     np.testing.assert_array_equal(backend.tensors.to_numpy(token), np.full(3, me + 1.0))
+
+
+def messages_beside_collectives(backend: Backend) -> None:
+    """A message under way is not mistaken for a piece of a collective that begins later, nor the other way round."""
+    comm = backend.collectives
+    for case in cases(backend, ("float32",)):
+        ranks, me, k = case.group.ranks, case.group.index, case.group.size
+        if k == 1:
+            continue
+        message, total = case.blank(case.size), case.blank(case.size)
+        receive = comm.receive(message, ranks[me - 1], case.group, async_op=True)
+        outgoing = case.tensor(values(case.rank, case.size, "float32"))
+        send = comm.send(outgoing, ranks[(me + 1) % k], case.group, async_op=True)
+        inputs = [values(rank, case.size * k, "float32") for rank in ranks]
+        scattered = comm.reduce_scatter(total, case.tensor(inputs[me]), case.group, async_op=True)
+        for work in (scattered, send, receive):
+            work.wait()
+        case.expect(total, sum(inputs)[me * case.size :][: case.size])
+        case.expect(message, values(ranks[me - 1], case.size, "float32"))
 
 
 def many_in_flight(backend: Backend) -> None:

@@ -27,6 +27,7 @@ def ranks(pool, backend_name, request):
         bodies.uneven_all_to_all,
         bodies.messages_in_order,
         bodies.blocking_messages,
+        bodies.messages_beside_collectives,
         bodies.many_in_flight,
         bodies.sums_in_rank_order,
         bodies.sums_agree_on_all_ranks,

@@ -2,7 +2,7 @@
 
 What gloo lacks is made up for here. Its reduce-scatter is an all-reduce underneath and writes the result only inside
 `wait`, so on a CPU the ranks exchange their pieces directly and sum them in rank order. It sums half precision in half
-precision, so sums go through float32. It knows no bool, so bool travels as bytes.
+precision, so sums go through float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hyper_parallel.core.errors import CommunicationError, ConfigError
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_EXCHANGE_TAG = 1  # keeps the pieces of a reduce-scatter apart from the messages of `send`, which have tag 0
 _SUM_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
@@ -261,13 +260,13 @@ def _exchange_and_sum(
 
     def start() -> list[dist.Work]:
         # Receives first: a payload that nobody waits for blocks the connection in both directions.
-        receives = [dist.irecv(pieces[i], group.ranks[i], group.handle, _EXCHANGE_TAG) for i in senders]
-        sends = [dist.isend(own[i], group.ranks[i], group.handle, _EXCHANGE_TAG) for i in receivers]
+        receives = [dist.irecv(pieces[i], group.ranks[i], group.handle) for i in senders]
+        sends = [dist.isend(own[i], group.ranks[i], group.handle) for i in receivers]
         return receives + sends
 
     def finish() -> None:
         precision = torch.float32 if target.dtype in _SUM_IN_FLOAT32 else target.dtype
-        total = pieces[0].to(precision, copy=True)  # a copy: `target` may lie inside `source`
+        total = pieces[0].to(precision, copy=True)  # a copy: it may be the caller's input
         for piece in pieces[1:]:
             total += piece
         target.copy_(total)
@@ -282,9 +281,8 @@ def _copied(call: Call, target: torch.Tensor, source: torch.Tensor) -> _Work:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements for the wire: 1-D over the same memory, without history."""
-    flat = tensor.data.view(-1)
-    return flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+    """The elements of a contiguous tensor: 1-D over the same memory, without history."""
+    return tensor.data.view(-1)
 
 
 def _buffer(tensor: torch.Tensor) -> Buffer:
