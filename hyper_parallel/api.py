@@ -47,7 +47,8 @@ def parallelize(model: Module, plan: ShardingPlan) -> Module:
     """Apply a plan to the model that it was made for, in place, and return the model. Called by every rank.
 
     Afterwards every parameter holds its local shard; build the optimizer from `model`'s parameters after this call.
-    MindSpore fixes the shape of a parameter's gradient when the parameter is made, so there the parameters are new objects.
+    MindSpore fixes the shape of a parameter's gradient when the parameter is made, so there the parameters are new
+    objects.
 
     Raises:
         ConfigError: the plan is another model's; then nothing is changed.
@@ -69,39 +70,42 @@ def fully_shard(
 ) -> Module:
     """Shard the parameters of a module fully, as PyTorch's `fully_shard` does, on either backend.
 
-    The parameters below `module` that no inner unit holds become one unit: gathered before the module's forward, freed after
-    it, gathered again in backward; gradients are reduce-scattered over the `shard` axis, all-reduced over `replicate`, and
-    are the mean over both. Call it on inner modules first, on the model last.
+    The parameters below `module` that no inner unit holds become one unit: gathered before the module's forward,
+    freed after it, gathered again in backward; gradients are reduce-scattered over the `shard` axis, all-reduced over
+    `replicate`, and are the mean over both. Call it on inner modules first, on the model last.
 
     Args:
         module: a `torch.nn.Module` or `mindspore.nn.Cell`, changed in place and returned.
         mesh: axes `replicate` and `shard`; by default all ranks on `shard`.
-        reshard_after_forward: free the full parameters between forward and backward. By default yes, except for the outermost
-            unit, which is needed again at once.
-        shard_placement_fn: for a parameter (whole), the `Shard(dim)` to use, or None for `Shard(0)`. A dim other than 0 costs
-            a copy for each gather and each reduce-scatter.
+        reshard_after_forward: free the full parameters between forward and backward. By default yes, except for the
+            outermost unit, which is needed again at once.
+        shard_placement_fn: for a parameter (whole), the `Shard(dim)` to use, or None for `Shard(0)`. A dim other than
+            0 costs a copy for each gather and each reduce-scatter.
         ignored_params: parameters to leave as they are.
 
     Raises:
-        ConfigError: an argument that this version does not offer (`mp_policy`, `offload_policy`, `dp_mesh_dims`, a number for
-            `reshard_after_forward`), a module that is a unit already, or a parameter tied into an inner unit.
+        ConfigError: an argument that this version does not offer (`mp_policy`, `offload_policy`, `dp_mesh_dims`, a
+            number for `reshard_after_forward`), a module that is a unit already, or a parameter tied into an inner
+            unit.
     """
     for name, value in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
         if value is not None:
-            raise ConfigError(f"fully_shard: {name} is not offered yet, parameters and gradients keep their dtype and device")
+            raise ConfigError(
+                f"fully_shard: {name} is not offered yet, parameters and gradients keep their dtype and device"
+            )
     if dp_mesh_dims is not None:
-        raise ConfigError("fully_shard: dp_mesh_dims is not needed, the mesh axes 'replicate' and 'shard' say it by name")
+        raise ConfigError(
+            "fully_shard: dp_mesh_dims is not needed, the mesh axes 'replicate' and 'shard' say it by name"
+        )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise ConfigError(
-            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; True, False or None is offered, resharding to "
-            "a smaller group is not"
+            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; True, False or None is offered, "
+            "resharding to a smaller group is not"
         )
     if isinstance(module, (list, tuple)):
         raise ConfigError("fully_shard takes one module; call it on each module of the list, or on their parent")
     backend = backends.of_model(module)
-    build.fully_shard(
-        backend, module, mesh, reshard_after_forward, shard_placement_fn, tuple(ignored_params or ())
-    )
+    build.fully_shard(backend, module, mesh, reshard_after_forward, shard_placement_fn, tuple(ignored_params or ()))
     return module
 
 

@@ -109,7 +109,7 @@ class Collectives(Protocol):
     anything is launched.
     """
 
-    def initialize(self, launch: "Launch") -> None:
+    def initialize(self, launch: Launch) -> None:
         """Join the job: set the device, connect to the other ranks. Called once per process, before anything else.
 
         Raises `CommunicationError` when a rank does not come within `launch.timeout_s`."""

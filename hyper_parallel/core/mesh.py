@@ -45,7 +45,7 @@ class DeviceMesh:
         object.__setattr__(self, "ranks", ranks)
 
     @classmethod
-    def from_sizes(cls, sizes: Mapping[str, int]) -> "DeviceMesh":
+    def from_sizes(cls, sizes: Mapping[str, int]) -> DeviceMesh:
         """A mesh from `{axis name: size}` in any order; ranks are contiguous."""
         known = [name for name in AXES if name in sizes]
         unknown = [name for name in sizes if name not in AXES]
@@ -115,7 +115,7 @@ class DeviceMesh:
         index = tuple(slice(None) if name in axes else here[name] for name in self.names)
         return tuple(int(each) for each in np.atleast_1d(self._grid[index]).reshape(-1))
 
-    def submesh(self, axes: Sequence[str], rank: int) -> "DeviceMesh":
+    def submesh(self, axes: Sequence[str], rank: int) -> DeviceMesh:
         """The part of the mesh along `axes` that holds a global rank."""
         self._check_axes(axes)
         kept = [name for name in self.names if name in axes]

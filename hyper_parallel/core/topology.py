@@ -44,29 +44,32 @@ class Topology:
                 )
 
     @classmethod
-    def single_machine(cls, world_size: int) -> "Topology":
+    def single_machine(cls, world_size: int) -> Topology:
         """All ranks on one machine."""
         return cls((0,) * world_size, (0,) * world_size)
 
     @classmethod
-    def regular(cls, world_size: int, ranks_per_machine: int, machines_per_supernode: int | None = None) -> "Topology":
+    def regular(cls, world_size: int, ranks_per_machine: int, machines_per_supernode: int | None = None) -> Topology:
         """Contiguous ranks: so many on each machine, so many machines in each supernode (default: each its own).
 
         Raises:
             ConfigError: a count below one.
         """
-        for name, count in (("ranks_per_machine", ranks_per_machine), ("machines_per_supernode", machines_per_supernode)):
+        for name, count in (
+            ("ranks_per_machine", ranks_per_machine),
+            ("machines_per_supernode", machines_per_supernode),
+        ):
             if count is not None and count < 1:
                 raise ConfigError(f"{name} is {count}; the least is 1")
         machines = tuple(rank // ranks_per_machine for rank in range(world_size))
         return cls(machines, tuple(machine // (machines_per_supernode or 1) for machine in machines))
 
     @classmethod
-    def from_local_ranks(cls, local_ranks: Sequence[int]) -> "Topology":
+    def from_local_ranks(cls, local_ranks: Sequence[int]) -> Topology:
         """Machines from every rank's number on its machine, in rank order: a new one begins wherever that is 0.
 
-        Launchers give the ranks of a machine consecutive numbers; exchange yours with the others to call this. Machines are
-        taken as supernodes of their own.
+        Launchers give the ranks of a machine consecutive numbers; exchange yours with the others to call this.
+        Machines are taken as supernodes of their own.
 
         Raises:
             LayoutError: the numbers are not those of consecutive ranks.
@@ -76,29 +79,30 @@ class Topology:
             if local not in (0, local_ranks[rank - 1] + 1 if rank else 0):
                 raise LayoutError(
                     f"rank {rank} is number {local} on its machine and the rank before it is number "
-                    f"{local_ranks[rank - 1] if rank else 'none'}; expected 0 or the next number. Give an explicit mapping instead"
+                    f"{local_ranks[rank - 1] if rank else 'none'}; expected 0 or the next number. "
+                    "Give an explicit mapping instead"
                 )
             machines.append((machines[-1] if machines else -1) + (local == 0))
         return cls(tuple(machines), tuple(machines))
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], world_size: int) -> "Topology":
+    def from_environment(cls, environment: Mapping[str, str], world_size: int) -> Topology:
         """Read what the launcher left in the environment.
 
-        `torchrun` says how many ranks share a machine. Machines are taken as supernodes of their own, which is the careful
-        answer: a link is called fast only where that is known. Without a launcher all ranks are on one machine.
+        `torchrun` says how many ranks share a machine. Machines are taken as supernodes of their own, which is the
+        careful answer: a link is called fast only where that is known. Without a launcher all ranks are on one machine.
 
         Raises:
-            ConfigError: `LOCAL_WORLD_SIZE` is not a positive number, or the launcher is one that leaves it out (`msrun`, a rank
-                table).
+            ConfigError: `LOCAL_WORLD_SIZE` is not a positive number, or the launcher is one that leaves it out
+                (`msrun`, a rank table).
         """
         if "LOCAL_WORLD_SIZE" in environment:
             return cls.regular(world_size, _positive("LOCAL_WORLD_SIZE", environment["LOCAL_WORLD_SIZE"]))
         silent = [name for name in ("MS_ROLE", "RANK_TABLE_FILE") if name in environment]
         if silent:
             raise ConfigError(
-                f"the launcher that set {silent[0]} does not say how many ranks share a machine; give Topology(machines, "
-                "supernodes), or Topology.from_local_ranks with the number of every rank on its machine"
+                f"the launcher that set {silent[0]} does not say how many ranks share a machine; "
+                "give Topology(machines, supernodes), or Topology.from_local_ranks with the number of every rank on its machine"
             )
         return cls.single_machine(world_size)
 

@@ -48,7 +48,7 @@ def test_nothing_below_imports_what_stands_above():
     for room, above in (("backends", ("api", "train", "cli", "models")), ("train", ("cli",))):
         for path in files(room):
             for module in imports(path):
-                assert not module.startswith(tuple(f"hyper_parallel.{name}" for name in above)), f"{path}: {module}"
+                assert module.split(".")[:2] not in [["hyper_parallel", name] for name in above], f"{path}: {module}"
 
 
 def test_only_backends_and_the_decoders_import_a_framework():
@@ -59,18 +59,28 @@ def test_only_backends_and_the_decoders_import_a_framework():
             assert not found or path.name == "torch_agent.py", f"{path} imports {found}"
 
 
-def test_the_twins_have_the_same_files_and_the_same_public_functions():
-    def public(backend):
-        return {
-            path.name: {
-                node.name
-                for node in ast.parse(path.read_text()).body
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-            }
-            for path in files(f"backends/{backend}")
-        }
+def protocols():
+    """`{room: {function: [parameter names]}}` as core/backend.py asks for."""
+    rooms = {"Tensors": "tensors", "Collectives": "collectives", "Autograd": "autograd", "Modules": "modules"}
+    rooms["Training"] = "training"
+    for node in ast.parse((PACKAGE / "core/backend.py").read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name in rooms:
+            functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            yield rooms[node.name], {each.name: parameters(each)[1:] for each in functions}
 
-    assert public("torch") == public("mindspore")
+
+def parameters(function):
+    return [each.arg for each in function.args.args]
+
+
+@pytest.mark.parametrize("backend", ["torch", "mindspore"])
+def test_a_backend_has_every_function_of_the_protocols_with_the_same_parameters(backend):
+    rooms = dict(protocols())
+    assert {f"{room}.py" for room in rooms} | {"__init__.py"} == {path.name for path in files(f"backends/{backend}")}
+    for room, wanted in rooms.items():
+        tree = ast.parse((PACKAGE / f"backends/{backend}/{room}.py").read_text())
+        found = {each.name: parameters(each) for each in tree.body if isinstance(each, ast.FunctionDef)}
+        assert {name: found.get(name) for name in wanted} == wanted, f"{backend}/{room}.py"
 
 
 def test_importing_the_package_imports_no_framework_and_is_quick():

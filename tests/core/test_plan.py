@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyper_parallel import DeviceMesh, ModelDescription, PlanError, ShardingPlan, Shard, plan
+from hyper_parallel import DeviceMesh, ModelDescription, PlanError, Shard, ShardingPlan, plan
 from hyper_parallel.core.plan.model import ParameterDescription
 
 MESH = DeviceMesh((2, 2), ("replicate", "shard"))

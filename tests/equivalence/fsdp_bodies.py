@@ -64,9 +64,7 @@ def train(backend, sizes, config=None, steps=3, through_plan=False, **options):
     parameters = hp.trainable_parameters(model)
     losses, gradients = [], []
     for step in range(steps):
-        value, gradients = hp.value_and_grad(loss, [p for _, p in parameters])(
-            batch(backend, config, step * 10 + rank)
-        )
+        value, gradients = hp.value_and_grad(loss, [p for _, p in parameters])(batch(backend, config, step * 10 + rank))
         losses.append(float(backend.tensors.to_numpy(value)))
         held = sum(each.held_bytes() for unit in units_of(backend, model) for each in unit.parameters)
         assert held == 0, f"{held} bytes of full parameters are left after step {step}"

@@ -106,4 +106,7 @@ def test_wrong_calls_are_refused_with_a_reason(pool, backend_name):
         assert "is tied to one that an inner unit holds" in messages["tied"]
         assert "takes one module" in messages["list"]
         assert "found 'rows' for embed" in messages["placement"]
-        assert "made for another model" in messages["plan"] and "embed has shape (5, 3), planned was (5, 4)" in messages["plan"]
+        assert (
+            "made for another model" in messages["plan"]
+            and "embed has shape (5, 3), planned was (5, 4)" in messages["plan"]
+        )

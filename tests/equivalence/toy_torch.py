@@ -34,7 +34,9 @@ class Toy(nn.Module):
         self.layers = nn.ModuleList(Block(config.width, config.hidden, dtype) for _ in range(config.blocks))
         self.temperature = nn.Parameter(torch.zeros((), dtype=dtype))
         self.extra = nn.Parameter(torch.zeros(config.width, dtype=dtype))
-        self.head = Head(self.embed if config.tied else nn.Parameter(torch.zeros(config.inputs, config.width, dtype=dtype)))
+        self.head = Head(
+            self.embed if config.tied else nn.Parameter(torch.zeros(config.inputs, config.width, dtype=dtype))
+        )
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not any(part in name for part in config.frozen))
 

@@ -29,7 +29,9 @@ def framework_value_and_grad(backend):
     model, loss, whole, whole_loss = sharded_and_whole(backend, config)
 
     def differentiate(some_model, some_loss):
-        function = ms.value_and_grad(lambda x: (some_loss(x), x.sum()), None, some_model.trainable_params(), has_aux=True)
+        function = ms.value_and_grad(
+            lambda x: (some_loss(x), x.sum()), None, some_model.trainable_params(), has_aux=True
+        )
         return function(batch(backend, config, 0))[1]
 
     return compare(backend, model, differentiate(model, loss), whole, differentiate(whole, whole_loss))

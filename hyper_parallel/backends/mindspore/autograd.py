@@ -30,7 +30,9 @@ class _Attach(_Function):
     """Identity from parameters to their full tensors; returns the shards of the gradients, which settlement fills."""
 
     @staticmethod
-    def forward(ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], *parameters: Parameter) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], *parameters: Parameter
+    ) -> tuple[Tensor, ...]:
         ctx.on_gradients = on_gradients
         ctx.set_materialize_grads(False)
         return tuple(fulls)

@@ -47,7 +47,7 @@ def is_trainable(parameter: Parameter) -> bool:
 
 
 def replace_parameter(uses: Sequence[ParameterUse], value: Tensor) -> Parameter:
-    """See `core.backend.Modules`. A new object: the engine fixes the shape of a parameter's gradient when it is made."""
+    """See `core.backend.Modules`. A new object: the engine fixes a gradient's shape when the parameter is made."""
     old = uses[0].parameter
     parameter = ms.Parameter(value, name=old.name, requires_grad=old.requires_grad)
     parameter.data = value  # the constructor has copied it

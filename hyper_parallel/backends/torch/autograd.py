@@ -29,7 +29,9 @@ class _Attach(torch.autograd.Function):
     """Identity from parameters to their full tensors; hands the gradients out instead of passing them on."""
 
     @staticmethod
-    def forward(ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], *parameters: Parameter) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], *parameters: Parameter
+    ) -> tuple[Tensor, ...]:
         ctx.on_gradients = on_gradients
         ctx.set_materialize_grads(False)
         return tuple(fulls)

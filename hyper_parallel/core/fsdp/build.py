@@ -42,9 +42,7 @@ def fully_shard(
     if unit_of(module) is not None:
         raise ConfigError(f"fully_shard: this {type(module).__name__} is a unit already; wrap every module once")
     chosen = _uses_to_shard(backend, module, ignored_params)
-    specs = [
-        _spec(backend, uses[0], mesh, rank, shard_placement_fn, world) for uses in chosen
-    ]
+    specs = [_spec(backend, uses[0], mesh, rank, shard_placement_fn) for uses in chosen]
     shard_group = backend.collectives.groups(mesh.groups(("shard",)))
     replica_group = backend.collectives.groups(mesh.groups(("replicate",)))
     parameters = []
@@ -134,7 +132,8 @@ def _check_mesh(mesh: Any, rank: int, world: int) -> None:
         raise ConfigError(f"fully_shard uses the mesh axes 'replicate' and 'shard'; this mesh {mesh} has {extra[0]!r}")
     if max(mesh.ranks) >= world or rank not in mesh.ranks:
         raise LayoutError(
-            f"the mesh {mesh} holds the ranks {min(mesh.ranks)} to {max(mesh.ranks)}, but this is rank {rank} of {world}"
+            f"the mesh {mesh} holds the ranks {min(mesh.ranks)} to {max(mesh.ranks)}, "
+            f"but this is rank {rank} of {world}"
         )
 
 
@@ -153,8 +152,8 @@ def _uses_to_shard(backend: Backend, module: Module, ignored: Iterable[Parameter
             continue
         if _replaced.get(use.parameter) is not None or _sharded.get(use.parameter) is not None:
             raise ConfigError(
-                f"fully_shard: the parameter {use.name} is tied to one that an inner unit holds already; make no unit of the "
-                "inner module, so that one unit holds both uses"
+                f"fully_shard: the parameter {use.name} is tied to one that an inner unit holds already; "
+                "make no unit of the inner module, so that one unit holds both uses"
             )
         chosen.setdefault(id(use.parameter), []).append(use)
     return list(chosen.values())
@@ -166,14 +165,14 @@ def _spec(
     mesh: DeviceMesh,
     rank: int,
     shard_placement_fn: Callable[[Parameter], Shard | None] | None,
-    world: int,
 ) -> ShardSpec:
     shape = tuple(int(size) for size in use.parameter.shape)
     placement = shard_placement_fn(use.parameter) if shard_placement_fn is not None else None
     placement = Shard(0) if placement is None else placement
     if not isinstance(placement, Shard):
         raise ConfigError(
-            f"fully_shard: shard_placement_fn must return a hyper_parallel.Shard or None, found {placement!r} for {use.name}"
+            "fully_shard: shard_placement_fn must return a hyper_parallel.Shard or None, "
+            f"found {placement!r} for {use.name}"
         )
     split = "shard" in mesh.names and shape
     layout = Layout(mesh, {"shard": placement} if split else {}, shape)

@@ -27,9 +27,7 @@ class ShardedParameter:
         self._buffer: Tensor | None = None
         if not spec.is_whole:
             self.parameter = backend.modules.replace_parameter(self.uses, self._cut(self.parameter))
-            self._buffer = self._tensors.empty(
-                (spec.gathered_numel if spec.dim == 0 else spec.numel,), spec.dtype
-            )
+            self._buffer = self._tensors.empty((spec.gathered_numel if spec.dim == 0 else spec.numel,), spec.dtype)
             self.free()
 
     @property
@@ -47,7 +45,7 @@ class ShardedParameter:
         """Bytes that the buffer holds now."""
         return 0 if self._buffer is None else self._tensors.storage_bytes(self._buffer)
 
-    def issue_gather(self, group: Group) -> "Gathering":
+    def issue_gather(self, group: Group) -> Gathering:
         """Start filling the buffer. A leading-dim shard lands where it belongs; another dim is joined afterwards."""
         spec = self.spec
         if self._buffer is None:

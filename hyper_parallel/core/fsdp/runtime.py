@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Callable, Sequence
 
 from hyper_parallel.core.backend import Backend, Tensor, Work
-from hyper_parallel.core.fsdp.parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fsdp.unit import Unit
@@ -19,7 +18,7 @@ class UnitReduction:
     may have one.
     """
 
-    def __init__(self, unit: "Unit", gradients: Sequence[Tensor | None]):
+    def __init__(self, unit: Unit, gradients: Sequence[Tensor | None]):
         self.unit = unit
         self._tensors = unit.backend.tensors
         self.gradients: list[Tensor | None] = list(gradients)
@@ -51,13 +50,13 @@ class BackendRuntime:
     def __init__(self, backend: Backend):
         self._backend = backend
 
-    def gather(self, unit: "Unit") -> None:
+    def gather(self, unit: Unit) -> None:
         """Issue the parameters' gathers together, wait for them one by one."""
         with self._backend.autograd.no_grad():
             for gathering in [each.issue_gather(unit.shard_group) for each in unit.parameters]:
                 gathering.wait()
 
-    def free(self, unit: "Unit") -> None:
+    def free(self, unit: Unit) -> None:
         """Let modules see the shards again, and empty the buffers."""
         unit.hide()
         for each in unit.parameters:

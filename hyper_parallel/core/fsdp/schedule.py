@@ -1,10 +1,12 @@
 """The order of events of fully sharded data parallelism (§5.3, Algorithm 1), and nothing else.
 
-A `Schedule` hears what happens to units (a forward begins, a gradient arrives, ...) and tells a `Runtime` what to do. It
-knows no tensor and no framework: both backends drive the same object, and so does a recording runtime in the tests.
+A `Schedule` hears what happens to units (a forward begins, a gradient arrives, ...) and tells a `Runtime` what to do.
+It knows no tensor and no framework: both backends drive the same object, and so does a recording runtime in the
+tests.
 
-Forward: gather before, free after. Backward: gather before the first gradient enters a unit, free when the last has left it,
-reduce when the gradients of all its parameters are complete. Layers are counted in forward order, backward runs downwards:
+Forward: gather before, free after. Backward: gather before the first gradient enters a unit, free when the last has
+left it, reduce when the gradients of all its parameters are complete. Layers are counted in forward order, backward
+runs downwards:
 
     post-backward step of layer l:  (1) wait for the reduce-scatter of layer l+1
                                     (2) settle what needs no reduction

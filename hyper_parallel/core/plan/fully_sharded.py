@@ -19,8 +19,8 @@ def plan_fully_sharded(model: ModelDescription, mesh: DeviceMesh) -> ShardingPla
     """Shard every parameter along its first dim over the `shard` axis, replicated over `replicate`.
 
     A unit is a repeated block: the outermost module on a path whose last segment is a number, as the elements of a
-    list of layers are. Parameters outside of blocks, and those tied across units, belong to the model itself, which stays
-    gathered from forward to backward.
+    list of layers are. Parameters outside of blocks, and those tied across units, belong to the model itself, which
+    stays gathered from forward to backward.
 
     Raises:
         PlanError: the mesh has an axis that this plan gives nothing to do.
@@ -28,8 +28,8 @@ def plan_fully_sharded(model: ModelDescription, mesh: DeviceMesh) -> ShardingPla
     idle = [axis for axis, size in zip(mesh.names, mesh.shape) if axis not in ("replicate", "shard") and size > 1]
     if idle:
         raise PlanError(
-            f"the mesh {mesh} has the axis {idle[0]!r}, and a plan of fully sharded parameters uses only 'replicate' and "
-            f"'shard'; give {idle[0]!r} the size 1 or leave it out"
+            f"the mesh {mesh} has the axis {idle[0]!r}, and a plan of fully sharded parameters uses only "
+            f"'replicate' and 'shard'; give {idle[0]!r} the size 1 or leave it out"
         )
     unit_of = _units_by_parameter(model)
     parameters = tuple(_plan_parameter(each, mesh, unit_of[each.name]) for each in model.parameters)
@@ -59,9 +59,7 @@ def _block(name: str) -> str:
 def _plan_parameter(parameter: ParameterDescription, mesh: DeviceMesh, unit: str) -> ParameterPlan:
     split = "shard" in mesh.names and parameter.shape
     placements: dict[str, Placement] = {"shard": Shard(0)} if split else {}
-    return ParameterPlan(
-        parameter.name, parameter.shape, parameter.dtype, parameter.trainable, placements, unit
-    )
+    return ParameterPlan(parameter.name, parameter.shape, parameter.dtype, parameter.trainable, placements, unit)
 
 
 def _notes(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> Iterable[str]:

@@ -55,8 +55,8 @@ class UnitPlan:
 class ShardingPlan:
     """One static plan for one model on one mesh.
 
-    `plan[name]` is a parameter's part, by any of its names. `tied` maps further names to first names. `notes` tell what a
-    user may want to know before the run, a sentence each.
+    `plan[name]` is a parameter's part, by any of its names. `tied` maps further names to first names. `notes` tell
+    what a user may want to know before the run, a sentence each.
     """
 
     model_class: str
@@ -117,7 +117,7 @@ class ShardingPlan:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ShardingPlan":
+    def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
         """Read back what `to_dict` gave.
 
         Raises:
@@ -153,7 +153,7 @@ class ShardingPlan:
         os.replace(draft, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "ShardingPlan":
+    def load(cls, path: str | os.PathLike) -> ShardingPlan:
         """Read what `save` wrote.
 
         Raises:

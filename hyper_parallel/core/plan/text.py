@@ -11,8 +11,11 @@ from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit costs the busiest rank. Bytes; traffic is what the rank sends in one step, per collective,
-    for a ring or a direct exchange: `(k-1)/k` of the buffer for a gather or a reduce-scatter, twice that for an all-reduce."""
+    """What one unit costs the busiest rank, in bytes.
+
+    Traffic is what the rank sends in one step, per collective, by a ring or a direct exchange: `(k-1)/k` of the buffer
+    for a gather or a reduce-scatter, twice that for an all-reduce.
+    """
 
     local: int
     gathered: int
@@ -58,7 +61,8 @@ def summary(plan: ShardingPlan) -> str:
     lines = [
         f"{plan.model_class}: {numel:,} parameters in {len(plan.parameters)} tensors, {len(plan.units)} units, "
         f"mesh {plan.mesh}",
-        f"each rank keeps {_bytes(sum(cost.local for cost in costs))} of {_bytes(sum(cost.gathered for cost in costs))}; "
+        f"each rank keeps {_bytes(sum(cost.local for cost in costs))} of "
+        f"{_bytes(sum(cost.gathered for cost in costs))}; "
         f"its largest gathered unit has {_bytes(max(cost.gathered for cost in costs))}",
         f"each rank sends in a step: all-gather {_bytes(sum(cost.all_gather for cost in costs))} and reduce-scatter "
         f"{_bytes(sum(cost.reduce_scatter for cost in costs))} over shard, all-reduce "
@@ -99,8 +103,10 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
         if len(row) < columns:
             lines.append(row[0])
             continue
-        cells = [cell.rjust(width) if index == columns - 1 else cell.ljust(width)
-                 for index, (cell, width) in enumerate(zip(row, widths))]
+        cells = [
+            cell.rjust(width) if index == columns - 1 else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
