@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hyper-parallel", description="Train a language model from one sharding plan.")
+    about = "Train a language model, sharded by one plan, with MindSpore or PyTorch."
+    parser = argparse.ArgumentParser(prog="hyper-parallel", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train with one backend")
     train.add_argument("--backend", choices=("mindspore", "torch"), help="wins over the configuration's `backend`")

@@ -114,7 +114,7 @@ def _verdicts(found: Comparison) -> list[str]:
 
     return [
         f"losses of the first {found.compared_steps} steps {verdict(found.losses_agree)}: largest relative difference "
-        f"{found.loss_difference:.1e}, allowed {LOSS_TOLERANCE:.0e} (over all steps {found.loss_difference_all_steps:.1e})",
+        f"{found.loss_difference:.1e}, allowed {LOSS_TOLERANCE:.0e} (over all {found.loss_difference_all_steps:.1e})",
         f"parameters at the end {verdict(found.parameters_agree)}: largest relative difference "
         f"{found.parameter_difference:.1e} ({found.parameter}), allowed {PARAMETER_TOLERANCE:.0e}",
     ]

@@ -1,7 +1,7 @@
 """The folder through which the launcher and the ranks that it started talk, and the report of a failed rank.
 
-It holds `job.json` (what to run), `config.yaml`, `rank-N.log` (what rank N and its framework printed), and
-`rank-N.failed.json` when rank N met an error.
+It holds `job.json` (what to run), `config.yaml`, `rank-N.log` (what rank N and its framework printed), `rank-N.pid`
+while rank N is at work, and `rank-N.failed.json` when it met an error.
 """
 
 from __future__ import annotations
@@ -115,6 +115,26 @@ class Job:
         """Where the named process prints to."""
         return self.folder / f"{name}.log"
 
+    def begin(self, rank: int) -> None:
+        """Note that this process is at work as a rank."""
+        write_text(self.folder / f"rank-{rank}.pid", str(os.getpid()))
+
+    def end(self, rank: int) -> None:
+        """Note that the rank has done its work."""
+        (self.folder / f"rank-{rank}.pid").unlink()
+
+    def vanished(self) -> list[Failure]:
+        """Ranks that are gone without having ended: for agents that do not tell what became of their ranks."""
+        found = []
+        for path in self.folder.glob("rank-*.pid"):
+            try:
+                pid, rank = int(path.read_text()), int(path.stem.partition("-")[2])
+            except FileNotFoundError:
+                continue  # it has just ended
+            if not _runs(pid):
+                found.append(Failure(rank, time.time(), "killed", "ended without a message, as a killed process does"))
+        return found
+
     def report(self, failure: Failure) -> None:
         """Leave a failure for the launcher. A rank's own account stands; a later one by its parent is dropped."""
         path = self.folder / f"rank-{failure.rank}.failed.json"
@@ -124,6 +144,18 @@ class Job:
     def failures(self) -> list[Failure]:
         """Every failure reported so far."""
         return [Failure(**read_json(path)) for path in self.folder.glob("rank-*.failed.json")]
+
+
+def _runs(pid: int) -> bool:
+    """Tell whether a process runs; one that has ended and waits for its parent to notice does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        # No /proc on this system, or the process has ended between the two lines: the next look will tell.
+        return True
 
 
 def die_with(launcher: int) -> None:

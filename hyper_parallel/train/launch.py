@@ -126,7 +126,8 @@ def start_msrun(config: Config, processes: Processes) -> None:
     ]
     # msrun knows "python" as a command, found on the path, and takes anything else for a script.
     command = ["python", "-m", "hyper_parallel.train.worker", str(processes.job.folder)]
-    processes.start("msrun", ["-m", "mindspore.parallel.cluster.run", *options, *command])
+    arguments = ["-m", "mindspore.parallel.cluster.run", *options, *command]
+    processes.start("msrun", arguments, silent_agent=True)
 
 
 def ascend_present() -> bool:

@@ -74,8 +74,8 @@ def _introduce(screen: Screen, trainer: Trainer, corpus: Corpus, folder: RunFold
     screen.say(trainer.plan.summary())
     unreadable = f", {len(corpus.unreadable)} unreadable left out" if corpus.unreadable else ""
     screen.say(
-        f"text: {len(corpus.texts):,} files{unreadable}, {corpus.total_bytes:,} bytes, {sampler.training_windows:,} windows "
-        f"to train on and {sampler.held_out_windows:,} held out"
+        f"text: {len(corpus.texts):,} files{unreadable}, {corpus.total_bytes:,} bytes, "
+        f"{sampler.training_windows:,} windows to train on and {sampler.held_out_windows:,} held out"
     )
     if folder is not None and not folder.keeps_events:
         screen.say("tensorboard is not installed, no events are kept: run pip install 'hyper-parallel[train]'")

@@ -20,10 +20,9 @@ def plot_losses(path: Path, runs: Mapping[str, Sequence[StepMetrics]]) -> bool:
     axes = figure.add_subplot()
     # Equal curves lie on each other: the first is drawn wide, so that it shows below the second.
     for index, (name, metrics) in enumerate(runs.items()):
-        wide = index == 0 and len(runs) > 1
-        (line,) = axes.plot(
-            [m.step for m in metrics], [m.loss for m in metrics], linewidth=4 if wide else 1.5, alpha=0.5 if wide else 1, label=name
-        )
+        width, alpha = (4, 0.5) if index == 0 and len(runs) > 1 else (1.5, 1)
+        steps, losses = [m.step for m in metrics], [m.loss for m in metrics]
+        (line,) = axes.plot(steps, losses, linewidth=width, alpha=alpha, label=name)
         held_out = [(m.step, m.held_out_loss) for m in metrics if m.held_out_loss is not None]
         axes.plot(*zip(*held_out, strict=True), "o", color=line.get_color(), label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="loss (nats per byte)")

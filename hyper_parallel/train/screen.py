@@ -117,7 +117,8 @@ class _Bar:
     def begin(self, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(compact=True), TextColumn("{task.fields[now]}"))
+        figures = TextColumn("{task.fields[now]}")
+        columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(compact=True), figures)
         self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
         self._task = self._progress.add_task("", total=steps, now="")
         self._progress.start()

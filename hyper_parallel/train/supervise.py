@@ -45,6 +45,7 @@ class Processes:
         self._environment = environment
         self._running: dict[str, subprocess.Popen] = {}
         self._ranks: dict[str, int] = {}
+        self._silent = False
 
     def __enter__(self) -> Processes:
         return self
@@ -52,8 +53,15 @@ class Processes:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def start(self, name: str, arguments: Sequence[str], rank: int | None = None) -> None:
-        """Run this Python with `arguments`; `rank` if the process is one, None for an agent with ranks below it."""
+    def start(
+        self, name: str, arguments: Sequence[str], rank: int | None = None, silent_agent: bool = False
+    ) -> None:
+        """Run this Python with `arguments`.
+
+        `rank` if the process is one, None for an agent with ranks below it; a silent one does not report what became
+        of them.
+        """
+        self._silent |= silent_agent
         with open(self.job.log(name), "ab") as log:
             self._running[name] = subprocess.Popen(
                 [sys.executable, *arguments],
@@ -73,6 +81,8 @@ class Processes:
         while self._running:
             failures.extend(self._ended_badly())
             known = [*failures, *self.job.failures()]
+            if self._silent and not known:
+                failures.extend(self.job.vanished())
             if not known:
                 since = time.monotonic()
             elif time.monotonic() > since + (_SETTLE_LOST_S if _only_lost_peers(known) else _SETTLE_S):

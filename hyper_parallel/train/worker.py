@@ -34,6 +34,7 @@ def main() -> None:
         return
     launch = _launch(config, arguments)
     screen = _take_over_output(job, launch.rank)
+    job.begin(launch.rank)
     try:
         # Frameworks are imported from here on, so that what they print goes to the log.
         from hyper_parallel.train.loop import train
@@ -45,6 +46,7 @@ def main() -> None:
         print(failure.message(), file=sys.stderr, flush=True)
         # Leaving the ordinary way could wait for peers that will never answer.
         os._exit(1)
+    job.end(launch.rank)
     leave(launch)
 
 
