@@ -37,6 +37,9 @@ class Tensors(Protocol):
     def to_numpy(self, tensor: Tensor) -> np.ndarray:
         """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
 
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """The tensor itself where this process's operators find it, else a copy on this process's device."""
+
     def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
         """A new contiguous tensor on this process's device, contents undefined."""
 
@@ -264,6 +267,9 @@ class Modules(Protocol):
         """Overwrite whole (not yet sharded) parameters from numpy, by name.
 
         Raises `ConfigError` that lists missing and unknown names and wrong shapes; then nothing is changed."""
+
+    def place_buffers(self, module: Module) -> None:
+        """Move what a module keeps beside its parameters to this process's device, where operators don't do so."""
 
     def is_trainable(self, parameter: Parameter) -> bool:
         """Tell whether the parameter asks for a gradient."""

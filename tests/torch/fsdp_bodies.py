@@ -110,3 +110,13 @@ def optimizer_made_before(backend):
     optimizer.step()
     after = hp.full_parameters(model)
     return all(not np.array_equal(before[name], after[name]) for name in before)
+
+
+def without_values(backend):
+    """A model on the meta device is refused by name."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    try:
+        hp.fully_shard(model, mesh=hp.DeviceMesh((2,), ("shard",)))
+    except hp.ConfigError as error:
+        return str(error)

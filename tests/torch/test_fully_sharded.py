@@ -28,3 +28,8 @@ def test_a_graph_that_is_kept_can_run_backward_twice(pool):
 
 def test_an_optimizer_made_before_sharding_trains_the_shards(pool):
     assert pool("torch", 2).run(f"{BODIES}:optimizer_made_before") == [True, True]
+
+
+def test_a_model_without_values_is_refused(pool):
+    for message in pool("torch", 2).run(f"{BODIES}:without_values"):
+        assert "0.weight has no values" in message and "load it before sharding" in message

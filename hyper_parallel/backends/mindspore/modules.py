@@ -41,6 +41,10 @@ def load_parameters(module: Module, values: Mapping[str, np.ndarray]) -> None:
             use.parameter.set_data(ms.Tensor(np.array(values[use.name])).astype(use.parameter.dtype))
 
 
+def place_buffers(module: Module) -> None:
+    """See `core.backend.Modules`. MindSpore moves a tensor when an operator needs it elsewhere."""
+
+
 def is_trainable(parameter: Parameter) -> bool:
     """See `core.backend.Modules`."""
     return parameter.requires_grad

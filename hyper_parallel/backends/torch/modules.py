@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from hyper_parallel.backends.torch.tensors import to_device
 from hyper_parallel.core.backend import HookHandle, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.loading import check_values
 
@@ -39,6 +40,14 @@ def load_parameters(module: Module, values: Mapping[str, np.ndarray]) -> None:
         for use in uses:
             if use.name in values:
                 use.parameter.copy_(torch.from_numpy(np.array(values[use.name])))
+
+
+def place_buffers(module: Module) -> None:
+    """See `core.backend.Modules`."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = to_device(buffer)
 
 
 def is_trainable(parameter: Parameter) -> bool:

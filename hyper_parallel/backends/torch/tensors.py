@@ -44,6 +44,12 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).numpy()
 
 
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where this process's operators find it, else a copy on this process's device."""
+    target = torch.empty(0, device=device()).device  # with the index that `device` leaves open
+    return tensor if tensor.device == target else tensor.data.to(target)
+
+
 def empty(shape: Sequence[int], dtype: str) -> torch.Tensor:
     """A new contiguous tensor on this process's device, contents undefined."""
     return torch.empty(tuple(shape), dtype=_dtype(dtype), device=device())

@@ -46,6 +46,7 @@ def fully_shard(
     shard_group = backend.collectives.groups(mesh.groups(("shard",)))
     replica_group = backend.collectives.groups(mesh.groups(("replicate",)))
     parameters = []
+    backend.modules.place_buffers(module)
     with backend.autograd.no_grad():
         for spec, uses in zip(specs, chosen):
             old = uses[0].parameter
@@ -154,6 +155,10 @@ def _uses_to_shard(backend: Backend, module: Module, ignored: Iterable[Parameter
             raise ConfigError(
                 f"fully_shard: the parameter {use.name} is tied to one that an inner unit holds already; "
                 "make no unit of the inner module, so that one unit holds both uses"
+            )
+        if use.parameter.is_meta:
+            raise ConfigError(
+                f"fully_shard: the parameter {use.name} has no values, it is on the meta device; load it before sharding"
             )
         chosen.setdefault(id(use.parameter), []).append(use)
     return list(chosen.values())

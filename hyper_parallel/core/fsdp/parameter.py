@@ -25,8 +25,10 @@ class ShardedParameter:
         self._collectives = backend.collectives
         self.parameter = uses[0].parameter
         self._buffer: Tensor | None = None
+        local = self._tensors.to_device(self.parameter if spec.is_whole else self._cut(self.parameter))
+        if local is not self.parameter:
+            self.parameter = backend.modules.replace_parameter(self.uses, local)
         if not spec.is_whole:
-            self.parameter = backend.modules.replace_parameter(self.uses, self._cut(self.parameter))
             self._buffer = self._tensors.empty((spec.gathered_numel if spec.dim == 0 else spec.numel,), spec.dtype)
             self.free()
 
