@@ -106,6 +106,21 @@ def test_operators_read_what_was_written_through_an_alias(start):
     np.testing.assert_array_equal(mint.matmul(ones(1, 2), alias).asnumpy(), [[3, 5, 7]])
 
 
+def test_an_alias_of_a_whole_buffer_works_like_any_tensor():
+    flat = mint.zeros((4,))
+    alias = tensors.alias(flat, 0, (2, 2))
+    alias.copy_(ones(2, 2))
+    ms.ops.assign_add(alias, ones(2, 2))
+    assert flat.asnumpy().tolist() == [2, 2, 2, 2]
+
+
+def test_an_alias_of_a_whole_view_stays_inside_it():
+    buffer = count_to(6)
+    for view, expected in ((buffer[2:4], [[2], [3]]), (buffer.view(3, 2)[1:], [[2, 3], [4, 5]])):
+        alias = tensors.alias(tensors.flat(view), 0, np.shape(expected))
+        assert (alias + 0).asnumpy().tolist() == expected
+
+
 def test_an_alias_of_an_alias_counts_from_its_start():
     inner = tensors.alias(tensors.alias(count_to(10), 2, (6,)), 3, (2,))
     assert tensors.to_numpy(inner).tolist() == [5, 6]

@@ -62,6 +62,11 @@ def to_numpy(tensor: ms.Tensor) -> np.ndarray:
     return np.array(tensor.asnumpy(), dtype="float32" if dtype_name(tensor) == "bfloat16" else None)
 
 
+def to_device(tensor: ms.Tensor) -> ms.Tensor:
+    """The tensor itself: MindSpore moves a tensor when an operator needs it elsewhere."""
+    return tensor
+
+
 def empty(shape: Sequence[int], dtype: str) -> ms.Tensor:
     """A new contiguous tensor on this process's device, contents undefined."""
     return mint.empty(tuple(shape), dtype=_dtype(dtype))
@@ -83,8 +88,9 @@ def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
     """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
     tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history.
 
-    On a CPU write to it with this module or a collective only: what MindSpore's own `copy_` writes is lost, and its
-    optimizers refuse it, so it is no data for a parameter at rest.
+    An alias of all of `flat` is an ordinary tensor. One of a part is a view: on a CPU operators copy it before they
+    read it (and autograd saves the copy), MindSpore's own `copy_` loses what it writes to it, and its optimizers refuse
+    it. So write to it with this module or a collective, and make no parameter of it.
 
     Raises `LayoutError` when `flat` is not 1-D and contiguous, does not have these elements, or is released."""
     count = math.prod(shape)
@@ -101,11 +107,20 @@ def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
 
 def _over_storage(tensor: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
     """A new tensor over the storage of a contiguous one, without history."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     made = mint.empty((0,), dtype=tensor.dtype)
+    if start == 0 and math.prod(shape) == tensor.size and on_cpu() and not _is_view(tensor):
+        made.data = tensor
+        made._shape = list(shape)
+        return made
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     with ms._no_grad():
         made.set_(tensor.untyped_storage(), tensor.storage_offset() + start, tuple(shape), tuple(strides))
     return made
+
+
+def _is_view(tensor: ms.Tensor) -> bool:
+    """Tell whether a CPU tensor describes a storage instead of having one: numpy then sees a copy."""
+    return tensor.asnumpy().ctypes.data != tensor.data_ptr()
 
 
 def memory(tensor: ms.Tensor) -> np.ndarray:
