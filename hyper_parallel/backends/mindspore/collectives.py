@@ -50,16 +50,19 @@ class _Job:
 
 _ALONE = RankGroup(ranks=(0,), index=0)
 _job: _Job | None = None
+_has_left = False  # MindSpore can connect to the others only once in the life of a process
 
 
 def initialize(launch: Launch) -> None:
     """Join the job: set the device, connect to the other ranks. Called once per process, before anything else.
 
-    Raises `CommunicationError` when a rank does not come within `launch.timeout_s`, or when this process has left a
-    job before (MindSpore can join only once), `ConfigError` for a launcher that is not one of MindSpore's."""
+    Raises `CommunicationError` when a rank does not come within `launch.timeout_s`, or when this process has left
+    other ranks before, `ConfigError` for a launcher that is not one of MindSpore's."""
     global _job
     if _job is not None:
         raise CommunicationError(f"rank {rank()} is initialised already: call shutdown() before initialize()")
+    if _has_left:
+        raise CommunicationError("this process has left its job, and MindSpore joins only once: start a new process")
     if not on_cpu():
         ms.set_device("Ascend", launch.local_rank)
     if launch.launcher == "single" or (launch.launcher == "local" and launch.world_size == 1):
@@ -79,9 +82,10 @@ def initialize(launch: Launch) -> None:
 
 def shutdown() -> None:
     """Leave the job; harmless when not initialised."""
-    global _job
+    global _job, _has_left
     if _job is not None and _job.world.handle is not None:
         dist.destroy_process_group()
+        _has_left = True
     _job = None
 
 

@@ -1,0 +1,129 @@
+"""How a MindSpore process joins the others on a CPU, and what it says when they do not come."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hyper_parallel.backends.mindspore import collectives
+from hyper_parallel.core.backend import Launch
+from hyper_parallel.core.errors import CommunicationError, ConfigError
+from tests.pool import REPOSITORY, free_port
+
+
+def test_before_joining_a_process_is_a_world_of_one():
+    assert not collectives.is_initialized()
+    assert (collectives.rank(), collectives.world_size()) == (0, 1)
+    assert collectives.world().ranks == (0,)
+    assert collectives.groups([[0]]).size == 1
+    collectives.barrier()
+    assert collectives.gather_objects("me") == ["me"]
+    collectives.shutdown()
+
+
+def test_joining_twice_is_an_error_and_leaving_twice_is_not():
+    collectives.initialize(Launch())
+    try:
+        with pytest.raises(CommunicationError, match="initialised already"):
+            collectives.initialize(Launch())
+    finally:
+        collectives.shutdown()
+        collectives.shutdown()
+    assert not collectives.is_initialized()
+
+
+def test_a_launcher_of_another_framework_is_refused():
+    with pytest.raises(ConfigError, match='no launcher \'torchrun\': "msrun", "rank_table", "local" or "single"'):
+        collectives.initialize(Launch(launcher="torchrun", world_size=2))
+    assert not collectives.is_initialized()
+
+
+def test_one_process_alone_cannot_be_told_that_it_is_one_of_two():
+    with pytest.raises(ConfigError, match="rank 0 of 2 by 'single', but MindSpore says rank 0 of 1"):
+        collectives.initialize(Launch(launcher="single", world_size=2))
+    assert not collectives.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "rank, reason", [(0, r"ranks \[1, 2\] have not come within 1 s"), (1, "timed out")], ids=["first", "other"]
+)
+def test_ranks_that_never_come_are_reported_within_the_timeout(rank, reason):
+    began = time.monotonic()
+    launch = Launch(rank=rank, world_size=3, launcher="local", master_port=free_port(), timeout_s=1.0)
+    with pytest.raises(CommunicationError, match=rf"rank {rank} of 3 could not join .* at 127.0.0.1:\d+: .*{reason}"):
+        collectives.initialize(launch)
+    assert time.monotonic() - began < 20
+    assert not collectives.is_initialized()
+
+
+JOIN = """
+import sys, time
+import mindspore as ms
+from hyper_parallel.backends.mindspore import collectives
+from hyper_parallel.core.backend import Launch
+from hyper_parallel.core.errors import CommunicationError
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+launch = Launch(rank, 2, rank, "localhost", port, "local", timeout_s=6.0)
+collectives.initialize(launch)
+"""
+
+LEAVE_AND_COME_BACK = """
+if rank == 1:
+    time.sleep(1)  # the first rank has gone by then
+collectives.shutdown()
+try:
+    collectives.initialize(launch)
+except CommunicationError as error:
+    print(error)
+"""
+
+WAIT_FOR_A_MESSAGE = """
+if rank == 1:
+    {other}
+else:
+    try:
+        collectives.receive(ms.mint.zeros((1,)), 1, collectives.world())
+    except CommunicationError as error:
+        print(error)
+"""
+
+
+def test_ranks_leave_one_by_one_and_do_not_come_back():
+    said, peer_said = both(JOIN + LEAVE_AND_COME_BACK)
+    assert said == peer_said
+    assert said == "this process has left its job, and MindSpore joins only once: start a new process\n"
+
+
+@pytest.mark.parametrize("other", ["time.sleep(9)", "sys.exit(0)"], ids=["is silent", "is gone"])
+def test_a_message_that_never_comes_is_reported_within_the_timeout(other):
+    began = time.monotonic()
+    said, _ = both(JOIN + WAIT_FOR_A_MESSAGE.format(other=other))
+    assert time.monotonic() - began < 60
+    assert said.startswith("receive on ranks [0, 1], at rank 0: failed: Recv failed.")
+
+
+def both(script: str) -> tuple[str, str]:
+    """Run a script as two ranks; returns what each wrote to its standard output."""
+    environment = {name: value for name, value in os.environ.items() if name != "MS_NODE_TIMEOUT"}
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, rank, port],
+            cwd=REPOSITORY,
+            env={**environment, "GLOG_v": "3"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        return tuple(rank.communicate(timeout=60)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
