@@ -53,6 +53,10 @@ class Tensors(Protocol):
         """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
         tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history."""
 
+    def reads_parts_in_place(self) -> bool:
+        """Tell whether operators read an alias of a part of a buffer where it is; if not, they read (and autograd
+        saves) a copy, so that what is to be released must fill its buffer."""
+
     def copy_(self, target: Tensor, source: Tensor) -> None:
         """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
 
@@ -133,7 +137,7 @@ class Collectives(Protocol):
         """The group of all ranks."""
 
     def groups(self, partition: Sequence[Sequence[int]]) -> Group | None:
-        """The group of `partition` (disjoint lists of global ranks) that holds this rank, or None.
+        """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
 
         Called by every rank with the same partition in the same order; process groups are made once and reused."""
 

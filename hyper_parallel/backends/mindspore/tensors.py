@@ -105,6 +105,11 @@ def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
     return _over_storage(flat, start, shape)
 
 
+def reads_parts_in_place() -> bool:
+    """See `core.backend.Tensors`. A CPU's operators copy a view first."""
+    return not on_cpu()
+
+
 def _over_storage(tensor: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
     """A new tensor over the storage of a contiguous one, without history."""
     made = mint.empty((0,), dtype=tensor.dtype)

@@ -84,6 +84,11 @@ def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
     return flat.data.narrow(0, start, count).view(tuple(shape)).data
 
 
+def reads_parts_in_place() -> bool:
+    """See `core.backend.Tensors`."""
+    return True
+
+
 @torch.no_grad()
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""

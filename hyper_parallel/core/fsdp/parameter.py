@@ -28,8 +28,11 @@ class ShardedParameter:
         local = self._tensors.to_device(self.parameter if spec.is_whole else self._cut(self.parameter))
         if local is not self.parameter:
             self.parameter = backend.modules.replace_parameter(self.uses, local)
+        # The pieces of a leading dim lie in the buffer as they came, with the padding behind the full parameter.
+        even = spec.gathered_numel == spec.numel
+        self._direct = spec.dim == 0 and (even or self._tensors.reads_parts_in_place())
         if not spec.is_whole:
-            self._buffer = self._tensors.empty((spec.gathered_numel if spec.dim == 0 else spec.numel,), spec.dtype)
+            self._buffer = self._tensors.empty((spec.gathered_numel if self._direct else spec.numel,), spec.dtype)
             self.free()
 
     @property
@@ -48,13 +51,13 @@ class ShardedParameter:
         return 0 if self._buffer is None else self._tensors.storage_bytes(self._buffer)
 
     def issue_gather(self, group: Group) -> Gathering:
-        """Start filling the buffer. A leading-dim shard lands where it belongs; another dim is joined afterwards."""
+        """Start filling the buffer. A leading-dim shard lands where it belongs; others are joined afterwards."""
         spec = self.spec
         if self._buffer is None:
             return Gathering(None, lambda: None)
         self._tensors.restore_storage(self._buffer)
         piece = self._pad(self._tensors.flat(self.parameter), spec.piece_numel)
-        if spec.dim == 0:
+        if self._direct:
             return Gathering(self._collectives.all_gather(self._buffer, piece, group, async_op=True), lambda: None)
         gathered = self._tensors.empty((spec.gathered_numel,), spec.dtype)
         work = self._collectives.all_gather(gathered, piece, group, async_op=True)
