@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 from mindspore import mint, nn
+from mindspore.mint.nn.functional import linear
 
 
 def _zeros(shape, dtype, name):
@@ -17,7 +18,7 @@ class Block(nn.Cell):
         self.down = _zeros((width, hidden), dtype, "down")
 
     def construct(self, x):
-        return x + mint.matmul(mint.tanh(mint.matmul(x * self.scale, self.up.T)), self.down.T)
+        return x + linear(mint.tanh(linear(x * self.scale, self.up)), self.down)
 
 
 class Head(nn.Cell):
@@ -26,7 +27,7 @@ class Head(nn.Cell):
         self.weight = weight
 
     def construct(self, x):
-        return mint.matmul(x, self.weight.T)
+        return linear(x, self.weight)
 
 
 class Toy(nn.Cell):

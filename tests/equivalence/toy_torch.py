@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class Block(nn.Module):
@@ -12,7 +13,7 @@ class Block(nn.Module):
         self.down = nn.Parameter(torch.zeros(width, hidden, dtype=dtype))
 
     def forward(self, x):
-        return x + torch.tanh((x * self.scale) @ self.up.T) @ self.down.T
+        return x + F.linear(torch.tanh(F.linear(x * self.scale, self.up)), self.down)
 
 
 class Head(nn.Module):
@@ -21,7 +22,7 @@ class Head(nn.Module):
         self.weight = weight
 
     def forward(self, x):
-        return x @ self.weight.T
+        return F.linear(x, self.weight)
 
 
 class Toy(nn.Module):
