@@ -238,29 +238,22 @@ def gather_objects(value: object, group: RankGroup | None = None) -> list[object
 # How results come back
 
 
-class _Done:
-    """The work of a collective that is finished."""
+class _Work:
+    """A collective that runs on the device, or one that is finished."""
 
-    def wait(self) -> None:
-        """Nothing is left to do."""
-
-
-_DONE = _Done()
-
-
-class _Launched:
-    """A collective that runs on the device."""
-
-    def __init__(self, call: Call, handle: Any):
+    def __init__(self, call: Call | None = None, handle: Any = None):
         self._call = call
         self._handle = handle
 
     def wait(self) -> None:
-        """Let later operators see the result. Calling it twice is harmless."""
+        """Return when operators see the result. Calling it twice is harmless."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with self._call.reporting(*_FAILURES):
                 handle.wait()
+
+
+_DONE = _Work()
 
 
 class _Receive:
@@ -287,7 +280,7 @@ class _Receive:
 def _launch(call: Call, async_op: bool, start: Callable[[], Any]) -> Work:
     """Start a collective on the device."""
     with call.reporting(*_FAILURES):
-        work = _Launched(call, start())
+        work = _Work(call, start())
     return work if async_op else _waited(work)
 
 
@@ -415,9 +408,10 @@ def _make_group(ranks: tuple[int, ...]) -> RankGroup:
 def _join(launch: Launch) -> Any:
     """Connect to the other ranks; returns what must be kept alive."""
     if launch.launcher not in ("local", "msrun", "rank_table"):
-        raise ConfigError(f'MindSpore knows no launcher {launch.launcher!r}: "msrun", "rank_table", "local" or "single"')
-    # On a CPU, how long a rank waits for a message before it holds the other one for dead.
-    os.environ.setdefault("MS_NODE_TIMEOUT", str(max(1, round(launch.timeout_s))))
+        known = '"msrun", "rank_table", "local" or "single"'
+        raise ConfigError(f"MindSpore knows no launcher {launch.launcher!r}: {known}")
+    if on_cpu():  # how long a rank waits for a message before it takes the other one for dead
+        os.environ.setdefault("MS_NODE_TIMEOUT", str(max(1, round(launch.timeout_s))))
     backend = "mccl" if on_cpu() else "hccl"
     store = None
     try:
