@@ -16,7 +16,7 @@ from hyper_parallel.core.errors import HyperParallelError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = parse(arguments)
     from hyper_parallel.train.supervise import RanksFailed, Terminated, termination_as_exception
 
     try:
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain("asked to end; every rank has ended", 128 + terminated.signum, ranks_ran=True)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What a command line asks for; an impossible one ends the process with a message."""
     about = "Train a language model, sharded by one plan, with MindSpore or PyTorch."
     parser = argparse.ArgumentParser(prog="hyper-parallel", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, such as train.steps=20"
         )
-    return parser
+    return parser.parse_args(arguments)
 
 
 def _train(options: argparse.Namespace) -> int:

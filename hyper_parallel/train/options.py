@@ -123,6 +123,17 @@ def keys_of(cls: type, prefix: str = "") -> typing.Iterator[str]:
             yield prefix + field.name
 
 
+def defaults_of(cls: type, prefix: str = "") -> dict[str, Any]:
+    """The default of every key that has one, as YAML would give it."""
+    found = {}
+    for field, kind in _fields(cls):
+        if dataclasses.is_dataclass(kind):
+            found |= defaults_of(kind, f"{prefix}{field.name}.")
+        elif field.default is not dataclasses.MISSING:
+            found[prefix + field.name] = _plain(field.default)
+    return found
+
+
 def _fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
     hints = typing.get_type_hints(cls)
     return [(field, hints[field.name]) for field in dataclasses.fields(cls) if field.init]

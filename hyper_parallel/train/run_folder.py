@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Mapping
 
@@ -86,11 +87,16 @@ class RunFolder:
         write_json(self._path / "summary.json", summary)
         lines = [
             f"loss {metrics[0].loss:.4f} -> {metrics[-1].loss:.4f}, held out {metrics[-1].held_out_loss:.4f}, "
-            f"{summary['tokens_per_s']:,.0f} tokens/s; files in {self._path}"
+            f"{summary['tokens_per_s']:,.0f} tokens/s; files in {_short(self._path)}"
         ]
         if not plot_losses(self._path / "loss.png", {self._config.backend: metrics}):
             lines.append("matplotlib is not installed, no loss.png is drawn: run pip install 'hyper-parallel[train]'")
         return lines
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
 
 
 def _save_parameters(path: Path, parameters: Mapping[str, np.ndarray]) -> None:

@@ -119,6 +119,16 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, backend_name: s
         assert not (training.folder / "model.safetensors").exists()
 
 
+def test_a_killed_rank_below_msrun_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    training = runs.Training("mindspore", runs.write_project(tmp_path), *runs.sizes(1, 2)).as_on_ascend()
+    with training:
+        assert sorted(training.ranks) == [0, 1]
+        os.kill(training.ranks[1], signal.SIGKILL)
+        status, errors = training.end(seconds=15)
+        assert status == 1 and "rank 1 ended without a message" in errors
+        assert not any(map(runs.alive, training.ranks.values()))
+
+
 def test_ctrl_c_ends_every_rank(tmp_path: Path, backend_name: str) -> None:
     with runs.Training(backend_name, runs.write_project(tmp_path), *runs.sizes(1, 2)) as training:
         training.process.send_signal(signal.SIGINT)

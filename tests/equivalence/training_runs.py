@@ -88,7 +88,9 @@ def ranks_of(launcher: int) -> dict[int, int]:
             continue
         pid = int(folder.name)
         parents[pid] = int(stat.rpartition(")")[2].split()[1])
-        if "hyper_parallel.train.worker" in arguments:
+        # msrun has the rank's command among its own arguments, and its scheduler runs it too.
+        starts = {"mindspore.parallel.cluster.run"} & set(arguments) or variables.get("MS_ROLE") == "MS_SCHED"
+        if "hyper_parallel.train.worker" in arguments and not starts:
             commands[pid] = arguments, variables
     for pid, (arguments, variables) in commands.items():
         ancestor = pid
@@ -96,7 +98,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
             ancestor = parents[ancestor]
         if ancestor == launcher:
             given = [argument.partition("=")[2] for argument in arguments if argument.startswith("--rank=")]
-            ranks[int(given[0] if given else variables["RANK"])] = pid
+            ranks[int(given[0] if given else variables.get("RANK", variables.get("RANK_ID")))] = pid
     return ranks
 
 
@@ -124,11 +126,19 @@ class Training:
         self._arguments = ["train", project, "--backend", backend, "--run-dir", self.folder, *options]
         self._arguments += ["--set", "train.steps=100000"]
         self._project = project
+        self._start = [sys.executable, "-m", "hyper_parallel"]
         self.ranks: dict[int, int] = {}
+
+    def as_on_ascend(self) -> Training:
+        """Start the ranks in the way that is taken where there are Ascend devices: through msrun."""
+        script = "import sys, hyper_parallel.cli, hyper_parallel.train.launch as launch\n"
+        script += "launch.ascend_present = lambda: True\nsys.exit(hyper_parallel.cli.main(sys.argv[1:]))"
+        self._start = [sys.executable, "-c", script]
+        return self
 
     def __enter__(self) -> Training:
         self.process = subprocess.Popen(
-            command(*self._arguments),
+            [*self._start, *map(str, self._arguments)],
             cwd=self._project.parent,
             env=environment(),
             stdout=subprocess.PIPE,

@@ -1,0 +1,84 @@
+"""Every block of code in the README and in docs/ runs, and every setting is described."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hyper_parallel.cli import parse
+from hyper_parallel.train.config import Config, load_config
+from hyper_parallel.train.options import defaults_of, keys_of
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "README.zh.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def blocks(language: str) -> list[pytest.param]:
+    """Every block of that language, with its page as the name of the test."""
+    found = []
+    for page in PAGES:
+        for number, code in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S), start=1):
+            found.append(pytest.param(code, id=f"{page.relative_to(REPOSITORY)}-{number}"))
+    return found
+
+
+def execute(command: list[str], cwd: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_a_block_of_python_runs(code: str, tmp_path: Path):
+    (tmp_path / "block.py").write_text(code)
+    execute([sys.executable, "block.py"], tmp_path)
+
+
+def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path):
+    (code, *_) = [block.values[0] for block in blocks("python") if block.id.startswith("README.md")]
+    (tmp_path / "block.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    execute([*torchrun, "block.py"], tmp_path)
+
+
+@pytest.mark.parametrize("code", blocks("sh"))
+def test_a_block_of_shell_names_commands_settings_and_targets_that_exist(code: str):
+    targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.M))
+    for line in code.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[0] == "make":
+            assert words[1] in targets
+        elif "hyper_parallel" in words:
+            check_command(words[words.index("hyper_parallel") + 1 :])
+        elif words[0] == "hyper-parallel":
+            check_command(words[1:])
+        else:
+            raise AssertionError(f"no test knows the command {line}")
+
+
+def check_command(words: list[str]) -> None:
+    """The command line is accepted, and so are the settings."""
+    options = parse(words)
+    load_config(REPOSITORY / options.config, options.set, getattr(options, "backend", None))
+
+
+def test_every_setting_is_described_with_its_default():
+    (section,) = re.findall(r"^## Settings\n(.*?)^## ", (REPOSITORY / "docs" / "training.md").read_text(), re.M | re.S)
+    rows = re.findall(r"^\| `([a-z_.]+)` \| (.*?)\s?\| ", section, re.M)
+    # An empty cell stands for a setting that must be written.
+    described = {key: yaml.safe_load(default.strip("`")) if default else "required" for key, default in rows}
+    defaults = defaults_of(Config)
+    assert described == {key: defaults.get(key, "required") for key in keys_of(Config)}
+
+
+def test_both_readmes_show_the_same_code():
+    english, chinese = (re.findall(r"^```.*?^```", page.read_text(), re.M | re.S) for page in PAGES[:2])
+    without_comments = [[re.sub(r"\s*#.*", "", block) for block in blocks] for blocks in (english, chinese)]
+    assert without_comments[0] == without_comments[1]
