@@ -279,5 +279,5 @@ def test_memory_bytes_grows_with_what_the_process_has_held():
     assert before > 10 * 2**20
     size = before + 64 * 2**20
     held = np.ones(size, dtype=np.uint8)
-    assert tensors.memory_bytes() >= before + size // 2
+    assert tensors.memory_bytes() >= size  # all of it is resident at once, whatever was given back before
     del held

@@ -11,28 +11,22 @@ It is finished in `wait`, or before the next collective that shares a rank with 
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Callable, Iterator, Sequence
 
 import mindspore as ms
 import numpy as np
-from mindspore.communication import GlobalComm, get_group_size, get_rank, init
-from mindspore.communication.management import _init_with_store
+from mindspore.communication import GlobalComm, get_group_size, get_rank
 from mindspore.mint import distributed as dist
-from mindspore.mint.distributed import distributed as dist_module
 
+from hyper_parallel.backends.mindspore.joining import FAILURES, join, set_device
 from hyper_parallel.backends.mindspore.tensors import copy_, dtype_name, flat, memory, on_cpu, wide
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch, Work
 from hyper_parallel.core.collective_checks import Buffer, Call, RankGroup
 from hyper_parallel.core.errors import CommunicationError, ConfigError
 
-_FAILURES = (RuntimeError, ValueError, TypeError)  # what MindSpore raises when a collective fails
 _SUMS = ("float32", "int8", "int16", "int32", "int64")  # dtypes that mccl sums exactly
 
 
@@ -45,7 +39,7 @@ class _Job:
     handles: dict[tuple[int, ...], str] = field(default_factory=dict)
     groups: dict[tuple[tuple[int, ...], ...], RankGroup | None] = field(default_factory=dict)
     # Receives that wait for their message, by source, in the order in which they were asked for.
-    receives: dict[int, deque["_Receive"]] = field(default_factory=lambda: defaultdict(deque))
+    receives: dict[int, deque[_Receive]] = field(default_factory=lambda: defaultdict(deque))
 
 
 _ALONE = RankGroup(ranks=(0,), index=0)
@@ -63,12 +57,11 @@ def initialize(launch: Launch) -> None:
         raise CommunicationError(f"rank {rank()} is initialised already: call shutdown() before initialize()")
     if _has_left:
         raise CommunicationError("this process has left its job, and MindSpore joins only once: start a new process")
-    if not on_cpu():
-        ms.set_device("Ascend", launch.local_rank)
+    set_device(launch)
     if launch.launcher == "single" or (launch.launcher == "local" and launch.world_size == 1):
         place, store = (0, 1), None
     else:
-        store = _join(launch)
+        store = join(launch)
         place = (get_rank(), get_group_size())
     if place != (launch.rank, launch.world_size):
         raise ConfigError(
@@ -197,7 +190,7 @@ def send(tensor: ms.Tensor, destination: int, group: RankGroup, async_op: bool =
     if tensor.size == 0:
         return _DONE
     if on_cpu():  # buffered: it returns before the other side receives
-        with call.reporting(*_FAILURES):
+        with call.reporting(*FAILURES):
             _send_bytes(_bytes(tensor), destination, group)
         return _DONE
     return _launch(call, async_op, lambda: dist.isend(flat(tensor), destination, group.handle))
@@ -222,7 +215,7 @@ def barrier(group: RankGroup | None = None) -> None:
         # dist.barrier synchronises too, but logs that a CPU is not supported.
         all_reduce(ms.Tensor([0], ms.int32), group)
     elif group.size > 1:
-        with _call("barrier", group).reporting(*_FAILURES):
+        with _call("barrier", group).reporting(*FAILURES):
             dist.barrier(group.handle)
 
 
@@ -249,7 +242,7 @@ class _Work:
         """Return when operators see the result. Calling it twice is harmless."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            with self._call.reporting(*_FAILURES):
+            with self._call.reporting(*FAILURES):
                 handle.wait()
 
 
@@ -273,13 +266,13 @@ class _Receive:
             self._waiting.popleft()._fetch()
 
     def _fetch(self) -> None:
-        with self._call.reporting(*_FAILURES):
+        with self._call.reporting(*FAILURES):
             _receive_bytes(_bytes(self._tensor), self._source, self._group)
 
 
 def _launch(call: Call, async_op: bool, start: Callable[[], Any]) -> Work:
     """Start a collective on the device."""
-    with call.reporting(*_FAILURES):
+    with call.reporting(*FAILURES):
         work = _Work(call, start())
     return work if async_op else _waited(work)
 
@@ -289,7 +282,7 @@ def _finished(call: Call, run: Callable[[], object]) -> Work:
     for source in call.ranks:
         if waiting := _job.receives.get(source):
             waiting[-1].wait()
-    with call.reporting(*_FAILURES):
+    with call.reporting(*FAILURES):
         run()
     return _DONE
 
@@ -384,9 +377,6 @@ def _others(group: RankGroup) -> Iterator[int]:
     return ((group.index + distance) % group.size for distance in range(1, group.size))
 
 
-# How ranks find each other
-
-
 def _make_group(ranks: tuple[int, ...]) -> RankGroup:
     """Called by the members."""
     if ranks == world().ranks:
@@ -396,64 +386,10 @@ def _make_group(ranks: tuple[int, ...]) -> RankGroup:
         return RankGroup(ranks, index)
     call = Call("groups", ranks, rank())
     if ranks not in _job.handles:
-        with call.reporting(*_FAILURES):
+        with call.reporting(*FAILURES):
             handle = dist.new_group(list(ranks))
         if not handle:  # MindSpore has logged the reason
             raise call.error("failed: MindSpore could not make the process group")
         _job.handles[ranks] = handle
         barrier(RankGroup(ranks, index, handle))  # nobody may leave while others are still joining
     return RankGroup(ranks, index, _job.handles[ranks])
-
-
-def _join(launch: Launch) -> Any:
-    """Connect to the other ranks; returns what must be kept alive."""
-    if launch.launcher not in ("local", "msrun", "rank_table"):
-        known = '"msrun", "rank_table", "local" or "single"'
-        raise ConfigError(f"MindSpore knows no launcher {launch.launcher!r}: {known}")
-    if on_cpu():  # how long a rank waits for a message before it takes the other one for dead
-        os.environ.setdefault("MS_NODE_TIMEOUT", str(max(1, round(launch.timeout_s))))
-    backend = "mccl" if on_cpu() else "hccl"
-    store = None
-    try:
-        if launch.launcher == "local":
-            store = _meet(launch)
-            _init_with_store(
-                backend=backend,
-                timeout=timedelta(seconds=launch.timeout_s),
-                world_size=launch.world_size,
-                rank=launch.rank,
-                store=store,
-            )
-        else:
-            init(backend)
-    except (*_FAILURES, OSError) as error:  # a TimeoutError is an OSError
-        where = f" at {launch.master_address}:{launch.master_port}" if launch.launcher == "local" else ""
-        raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} could not join the others{where}: {error}"
-        ) from error
-    if on_cpu():
-        # isend and irecv look up this process's place under a name that mccl does not use.
-        dist_module._GROUP_RANK_CACHE["hccl_world_group"] = get_rank()
-        dist_module._GROUP_SIZE_CACHE["hccl_world_group"] = get_group_size()
-    return store
-
-
-def _meet(launch: Launch) -> Any:
-    """A store that all ranks have reached. MindSpore itself would wait a minute longer and not say who is missing."""
-    deadline = time.monotonic() + launch.timeout_s
-    store = dist.TCPStore(
-        socket.gethostbyname(launch.master_address),  # it takes no names
-        launch.master_port,
-        world_size=launch.world_size,
-        is_master=launch.rank == 0,
-        timeout=timedelta(seconds=launch.timeout_s),
-        wait_for_workers=False,
-    )
-    store.add(f"rank {launch.rank}", 1)
-    store.add("ranks", 1)
-    while store.add("ranks", 0) < launch.world_size:
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(launch.world_size) if store.add(f"rank {rank}", 0) == 0]
-            raise TimeoutError(f"ranks {missing} have not come within {launch.timeout_s:g} s")
-        time.sleep(0.02)
-    return store

@@ -159,9 +159,7 @@ def copy_(target: ms.Tensor, source: ms.Tensor) -> None:
     """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
     _require_contiguous(target, "target")
     if target.size != source.size:  # numpy would repeat a single element
-        raise LayoutError(
-            f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ"
-        )
+        raise LayoutError(f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ")
     if target.size == 0:  # numpy crashes when it assigns an empty slice of MindSpore's bfloat16
         return
     if on_cpu():

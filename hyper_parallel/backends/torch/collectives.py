@@ -14,7 +14,8 @@ from typing import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from hyper_parallel.backends.torch.tensors import device, dtype_name
+from hyper_parallel.backends.torch.joining import join, set_device
+from hyper_parallel.backends.torch.tensors import dtype_name
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.collective_checks import Buffer, Call, RankGroup
@@ -49,11 +50,10 @@ def initialize(launch: Launch) -> None:
     global _job
     if _job is not None:
         raise CommunicationError(f"rank {rank()} is initialised already: call shutdown() before initialize()")
-    _set_device(launch)
-    timeout = timedelta(seconds=launch.timeout_s)
+    set_device(launch)
     joined_here = launch.launcher != "single" and not dist.is_initialized()
     if joined_here:
-        _join(launch, timeout)
+        join(launch)
     world = _ALONE
     if dist.is_initialized():
         world = RankGroup(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
@@ -62,7 +62,7 @@ def initialize(launch: Launch) -> None:
             f"launched as rank {launch.rank} of {launch.world_size} by {launch.launcher!r}, "
             f"but torch.distributed says rank {world.index} of {world.size}"
         )
-    _job = _Job(world, timeout, joined_here)
+    _job = _Job(world, timedelta(seconds=launch.timeout_s), joined_here)
 
 
 def shutdown() -> None:
@@ -105,9 +105,7 @@ def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
     return known[key]
 
 
-def all_gather(
-    output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False
-) -> _Work:
+def all_gather(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
     """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
     call = _call("all_gather", group)
     checks.check_all_gather(call, _buffer(output), _buffer(input))
@@ -117,9 +115,7 @@ def all_gather(
     return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=True)])
 
 
-def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False
-) -> _Work:
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
     """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
     call = _call("reduce_scatter", group)
     checks.check_reduce_scatter(call, _buffer(output), _buffer(input))
@@ -302,34 +298,3 @@ def _make_group(ranks: tuple[int, ...]) -> RankGroup:
         return world()
     with Call("groups", ranks, rank()).reporting(RuntimeError):
         return RankGroup(ranks, index, dist.new_group(list(ranks), timeout=_job.timeout))
-
-
-def _set_device(launch: Launch) -> None:
-    kind = device().type
-    if kind == "cpu":
-        return
-    count = torch.accelerator.device_count()
-    if launch.local_rank >= count:
-        raise ConfigError(
-            f"rank {launch.rank} is number {launch.local_rank} on its machine, which shows {count} {kind} devices: "
-            f"start at most {count} ranks there"
-        )
-    torch.accelerator.set_device_index(launch.local_rank)
-
-
-def _join(launch: Launch, timeout: timedelta) -> None:
-    where = f"{launch.master_address}:{launch.master_port}"
-    if launch.launcher == "torchrun":
-        place = {"init_method": "env://"}
-        where = "the address in MASTER_ADDR and MASTER_PORT"
-    elif launch.launcher == "local":
-        place = {"init_method": f"tcp://{where}", "rank": launch.rank, "world_size": launch.world_size}
-    else:
-        raise ConfigError(f'PyTorch knows no launcher {launch.launcher!r}: "torchrun", "local" or "single"')
-    try:
-        dist.init_process_group(dist.get_default_backend_for_device(device()), timeout=timeout, **place)
-    except (RuntimeError, ValueError) as error:
-        raise CommunicationError(
-            f"rank {launch.rank} of {launch.world_size} could not join the others at {where} "
-            f"within {launch.timeout_s:g} s: {error}"
-        ) from error

@@ -119,8 +119,7 @@ def chunk_rows(tensor: torch.Tensor, dim: int, pieces: Sequence[int]) -> list[to
     if sum(pieces) != tensor.shape[dim] or min(pieces, default=0) < 0:
         raise LayoutError(f"pieces {list(pieces)} do not make up dim {dim} of shape {tuple(tensor.shape)}")
     return [
-        piece.clone(memory_format=torch.contiguous_format)
-        for piece in torch.split(tensor.detach(), list(pieces), dim)
+        piece.clone(memory_format=torch.contiguous_format) for piece in torch.split(tensor.detach(), list(pieces), dim)
     ]
 
 
