@@ -20,9 +20,9 @@ TITLES = {"mindspore": "MindSpore", "torch": "PyTorch"}
 
 COMPARED_STEPS = 50
 LOSS_TOLERANCE = 1e-4
-# Two runs round differently, by about 1e-7, and AdamW divides by the root of a small average: the difference
-# grows with every step.
-PARAMETER_TOLERANCE = 1e-2
+# Two runs round differently, by about 1e-7, and AdamW divides by the root of a small average, so that the difference
+# grows with the steps. In the demo it reaches about 1e-6; training that is less steady amplifies more.
+PARAMETER_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
