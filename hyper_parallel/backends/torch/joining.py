@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from datetime import timedelta
 
 import torch
@@ -49,3 +51,13 @@ def join(launch: Launch) -> None:
             f"rank {launch.rank} of {launch.world_size} could not join the others at {where} "
             f"within {launch.timeout_s:g} s: {error}"
         ) from error
+    atexit.register(_let_threads_finish)
+
+
+def _let_threads_finish() -> None:
+    """Give gloo's threads the interpreter once more before it goes down.
+
+    A thread of gloo drops the tensors of a collective a moment after the collective is done, and needs the interpreter
+    for it. If it asks while Python takes itself down, the process is aborted although all went well."""
+    if device().type == "cpu":
+        time.sleep(0.1)
