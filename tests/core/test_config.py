@@ -37,7 +37,7 @@ def test_the_demo_is_read():
     config = load_config(DEMO)
     assert (config.backend, config.ranks, config.mesh.replicate, config.mesh.shard) == ("mindspore", 4, 2, 2)
     assert config.sequences_per_rank == config.micro_batch_size == 4
-    assert config.optimizer.betas == (0.9, 0.95), "a key that is left out has its default"
+    assert config.data.held_out_fraction == 0.05, "a key that is left out has its default"
 
 
 def test_an_override_wins_over_the_file_the_later_over_the_earlier_and_the_flag_over_all():
@@ -138,7 +138,7 @@ def test_three_ranks_can_not_form_a_mesh_of_two_by_two():
         ("train.micro_batch_size=3", "can't be split into micro-batches of 3; write one of 1, 2, 4, or null"),
         ("data.sequence_length=129", "129 is longer than model.max_position_embeddings, 128"),
         ("model.vocab_size=255", "tokens are bytes, so it must be at least 256, found 255"),
-        ("optimizer.min_learning_rate=1", "1.0 exceeds optimizer.learning_rate, 0.003"),
+        ("optimizer.min_learning_rate=1", "1.0 exceeds optimizer.learning_rate, 0.0015"),
         ("data.path=/no/such/place", "data.path: there is no file or directory /no/such/place"),
     ],
 )
