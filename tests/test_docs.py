@@ -24,7 +24,8 @@ def blocks(language: str) -> list[pytest.param]:
     """Every block of that language, with its page as the name of the test."""
     found = []
     for page in PAGES:
-        for number, code in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S), start=1):
+        codes = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+        for number, code in enumerate(codes, start=1):
             found.append(pytest.param(code, id=f"{page.relative_to(REPOSITORY)}-{number}"))
     return found
 

@@ -47,16 +47,17 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "hyper_parallel", *map(str, arguments)]
 
 
-def environment() -> dict[str, str]:
-    """One in which the package is found and no launcher's variables are left."""
+def environment(folder: Path) -> dict[str, str]:
+    """One in which the package is found, no launcher's variables are left, and temporary files go below `folder`."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MS_ROLE", "RANK_ID")}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "PATH": path, "TMPDIR": str(folder)}
 
 
 def run(*arguments: object, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess:
     """Run a command of `hyper-parallel` to its end."""
     return subprocess.run(
-        command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
+        command(*arguments), cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=timeout
     )
 
 
@@ -140,7 +141,7 @@ class Training:
         self.process = subprocess.Popen(
             [*self._start, *map(str, self._arguments)],
             cwd=self._project.parent,
-            env=environment(),
+            env=environment(self._project.parent),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
