@@ -8,8 +8,10 @@ import numpy as np
 
 from hyper_parallel import backends
 from hyper_parallel.core.backend import Launch, Module, Parameter, Tensor
-from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.errors import ConfigError, PlanError
 from hyper_parallel.core.fsdp import build, clip
+from hyper_parallel.core.fsdp.apply import apply_plan
+from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
@@ -39,8 +41,14 @@ def plan(model: Module | ModelDescription, mesh: DeviceMesh) -> ShardingPlan:
     Raises:
         PlanError: the model can't be planned on this mesh.
     """
-    description = model if isinstance(model, ModelDescription) else describe(model, backends.of_model(model))
-    return plan_fully_sharded(description, mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"plan: mesh must be a hyper_parallel.DeviceMesh, found {mesh!r}")
+    if not isinstance(model, ModelDescription):
+        backend = backends.of_model(model)
+        if next(iter(units_of(backend, model)), None) is not None:
+            raise PlanError("plan: the model is sharded already; plan it before, or restore it first")
+        model = describe(model, backend)
+    return plan_fully_sharded(model, mesh)
 
 
 def parallelize(model: Module, plan: ShardingPlan) -> Module:
@@ -50,10 +58,15 @@ def parallelize(model: Module, plan: ShardingPlan) -> Module:
     MindSpore fixes the shape of a parameter's gradient when the parameter is made, so there the parameters are new
     objects.
 
+    All ranks must have started with equal values: shards are cut from what each rank holds.
+
     Raises:
-        ConfigError: the plan is another model's; then nothing is changed.
+        PlanError: the plan does not fit the model; lists every reason, and nothing is changed.
+        ConfigError, LayoutError: the ranks are not joined, or the mesh is not one of all ranks; likewise.
     """
-    build.apply_plan(backends.of_model(model), model, plan)
+    if not isinstance(plan, ShardingPlan):
+        raise ConfigError(f"parallelize: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")
+    apply_plan(backends.of_model(model), model, plan)
     return model
 
 
@@ -72,7 +85,14 @@ def fully_shard(
 
     The parameters below `module` that no inner unit holds become one unit: gathered before the module's forward,
     freed after it, gathered again in backward; gradients are reduce-scattered over the `shard` axis, all-reduced over
-    `replicate`, and are the mean over both. Call it on inner modules first, on the model last.
+    `replicate`, and are the mean over both. Call it on inner modules first, on the model last, with equal values on
+    every rank.
+
+    What a module computes from its parameters must leave it through its outputs (tensors, or tuples, lists, mappings
+    and dataclasses of them): a tensor left on an attribute is not seen, and its backward would find the parameters
+    freed. A parameter that a backward did not reach gets zeros when others of its unit were reached, since it may have
+    been on another rank. In PyTorch gradients are on `.grad` when `backward()` returns; `torch.autograd.grad` does not
+    see the parameters.
 
     Args:
         module: a `torch.nn.Module` or `mindspore.nn.Cell`, changed in place and returned.
@@ -85,8 +105,9 @@ def fully_shard(
 
     Raises:
         ConfigError: an argument that this version does not offer (`mp_policy`, `offload_policy`, `dp_mesh_dims`, a
-            number for `reshard_after_forward`), a module that is a unit already, or a parameter tied into an inner
-            unit.
+            number for `reshard_after_forward`), a module that is a unit already, a parameter that another unit
+            holds, has no values, or is kept in a list beside the registry.
+        LayoutError: a mesh that does not hold every rank in order, or a dim that a parameter does not have.
     """
     for name, value in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
         if value is not None:
@@ -105,7 +126,7 @@ def fully_shard(
     if isinstance(module, (list, tuple)):
         raise ConfigError("fully_shard takes one module; call it on each module of the list, or on their parent")
     backend = backends.of_model(module)
-    build.fully_shard(backend, module, mesh, reshard_after_forward, shard_placement_fn, tuple(ignored_params or ()))
+    build.fully_shard(backend, module, mesh, reshard_after_forward, shard_placement_fn, ignored_params or ())
     return module
 
 

@@ -37,6 +37,9 @@ class Tensors(Protocol):
     def to_numpy(self, tensor: Tensor) -> np.ndarray:
         """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
 
+    def has_values(self, tensor: Tensor) -> bool:
+        """False for a tensor of the meta device, which has a shape only."""
+
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor itself where this process's operators find it, else a copy on this process's device."""
 
@@ -61,7 +64,7 @@ class Tensors(Protocol):
         """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
 
     def scale_(self, tensor: Tensor, factor: float) -> None:
-        """Multiply a contiguous tensor, possibly an alias, in place."""
+        """Multiply a tensor, possibly an alias, in place."""
 
     def add_(self, tensor: Tensor, other: Tensor) -> None:
         """Add `other`, of the same shape, to a contiguous tensor, possibly an alias, in place."""
@@ -205,7 +208,8 @@ class Autograd(Protocol):
         """Record nothing inside."""
 
     def requires_grad(self, tensor: Tensor) -> bool:
-        """Tell whether a gradient will flow to `tensor`."""
+        """Tell whether `tensor` is the result of a recorded operation, so that a gradient flows through it. A leaf is
+        none: its gradient can be complete before those of other things that a module computes."""
 
     def attach(
         self,
@@ -262,10 +266,13 @@ class Modules(Protocol):
         """Tell whether `value` is a model of this framework."""
 
     def named_modules(self, module: Module) -> Iterator[tuple[str, Module]]:
-        """Every module once with its qualified name ("" for the root), parents before children."""
+        """Every module with its qualified name ("" for the root), parents before children; one that stands in several
+        places comes once for each."""
 
     def parameter_uses(self, module: Module) -> list[ParameterUse]:
-        """Every use of every parameter below `module`, in definition order, tied ones repeated."""
+        """Every use of every parameter below `module`, in definition order, tied ones and shared modules repeated.
+
+        Running statistics are no parameters, whatever the framework makes of them."""
 
     def load_parameters(self, module: Module, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite whole (not yet sharded) parameters from numpy, by name.
@@ -283,6 +290,9 @@ class Modules(Protocol):
         trainability of the old one. Returns the parameter that the module holds now; frameworks that allow it keep
         the object."""
 
+    def registered(self, owner: Module, attribute: str) -> Parameter | None:
+        """The parameter that `owner` has registered under `attribute`, shadowed or not."""
+
     def shadow(self, owner: Module, attribute: str, tensor: Tensor) -> None:
         """Let `owner.attribute` read `tensor` while the registered parameter stays what it is."""
 
@@ -290,7 +300,7 @@ class Modules(Protocol):
         """End `shadow`; harmless when there is none."""
 
     def before_forward(self, module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
-        """Call `hook(args, kwargs)` before each forward of `module`."""
+        """Call `hook(args, kwargs)` before each forward of `module`, and before the user's own hooks."""
 
     def after_forward(self, module: Module, hook: Callable[[Any], None]) -> HookHandle:
         """Call `hook(output)` after each forward of `module`."""
@@ -323,7 +333,7 @@ class Training(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """One framework, as the core sees it. `device` is "cpu", "cuda" or "npu"."""
+    """One framework, as the core sees it."""
 
     name: str
     tensors: Tensors

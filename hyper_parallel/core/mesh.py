@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from operator import index
 from typing import Mapping, Sequence
 
 import numpy as np
@@ -37,8 +38,8 @@ class DeviceMesh:
     ranks: tuple[int, ...] = field(repr=False)
 
     def __init__(self, shape: Sequence[int], names: Sequence[str], ranks: Sequence[int] | None = None):
-        shape, names = tuple(int(size) for size in shape), tuple(names)
-        ranks = tuple(range(prod(shape))) if ranks is None else tuple(int(rank) for rank in ranks)
+        shape, names = _whole_numbers("sizes", shape), tuple(names)
+        ranks = tuple(range(prod(shape))) if ranks is None else _whole_numbers("ranks", ranks)
         _check_mesh(shape, names, ranks)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "names", names)
@@ -102,9 +103,9 @@ class DeviceMesh:
         mesh has them. Along axes of size one (or none at all) every rank is a group of its own.
         """
         self._check_axes(axes)
-        inside = [index for index, name in enumerate(self.names) if name in axes]
-        outside = [index for index in range(len(self.names)) if index not in inside]
-        width = prod(self.shape[index] for index in inside)
+        inside = [place for place, name in enumerate(self.names) if name in axes]
+        outside = [place for place in range(len(self.names)) if place not in inside]
+        width = prod(self.shape[place] for place in inside)
         rows = self._grid.transpose(outside + inside).reshape(-1, width)
         return tuple(tuple(int(rank) for rank in row) for row in rows)
 
@@ -112,8 +113,8 @@ class DeviceMesh:
         """The group along `axes` that holds a global rank."""
         here = self.coordinates(rank)
         self._check_axes(axes)
-        index = tuple(slice(None) if name in axes else here[name] for name in self.names)
-        return tuple(int(each) for each in np.atleast_1d(self._grid[index]).reshape(-1))
+        along = tuple(slice(None) if name in axes else here[name] for name in self.names)
+        return tuple(int(each) for each in np.atleast_1d(self._grid[along]).reshape(-1))
 
     def submesh(self, axes: Sequence[str], rank: int) -> DeviceMesh:
         """The part of the mesh along `axes` that holds a global rank."""
@@ -142,6 +143,13 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
         raise LayoutError(f"a mesh of shape {shape} holds {prod(shape)} ranks, found {len(ranks)}: {_short(ranks)}")
     if len(set(ranks)) != len(ranks) or min(ranks) < 0:
         raise LayoutError(f"ranks of a mesh are distinct and not negative, found {_short(ranks)}")
+
+
+def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(index(value) for value in values)
+    except TypeError as error:
+        raise LayoutError(f"the {what} of a mesh are whole numbers, found {values!r}") from error
 
 
 def _short(ranks: Sequence[int]) -> str:

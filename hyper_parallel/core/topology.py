@@ -102,7 +102,7 @@ class Topology:
         if silent:
             raise ConfigError(
                 f"the launcher that set {silent[0]} does not say how many ranks share a machine; "
-                "give Topology(machines, supernodes), or Topology.from_local_ranks with the number of every rank on its machine"
+                "give Topology(machines, supernodes), or each rank's number on its machine to Topology.from_local_ranks"
             )
         return cls.single_machine(world_size)
 

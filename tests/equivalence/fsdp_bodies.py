@@ -247,3 +247,138 @@ def forward_twice_before_backward(backend):
 def train_on_the_last_dim(backend):
     """Shard the last dim of every matrix: pieces are joined and cut by copies."""
     return train(backend, {"shard": 3}, shard_placement_fn=lambda p: hp.Shard(len(p.shape) - 1) if p.shape else None)
+
+
+def compare(backend, config, model, loss, whole, whole_loss, batch_index=0):
+    """Worst gradient error of what is trainable now, of a sharded model against a whole one."""
+    rank = backend.collectives.rank()
+    found_parameters, wanted_parameters = hp.trainable_parameters(model), hp.trainable_parameters(whole)
+    assert [name for name, _ in found_parameters] == [name for name, _ in wanted_parameters]
+    x = batch(backend, config, batch_index)
+    _, found = hp.value_and_grad(loss, [p for _, p in found_parameters])(x)
+    _, wanted = hp.value_and_grad(whole_loss, [p for _, p in wanted_parameters])(x)
+    return max(
+        worst(backend.tensors.to_numpy(f), hp.layout_of(p).shard(backend.tensors.to_numpy(w), rank))
+        for (_, p), f, w in zip(found_parameters, found, wanted)
+    )
+
+
+def freeze_and_unfreeze(backend):
+    """Train all, then without `up`, then without any block, then all again."""
+    config = ToyConfig()
+    model, loss = build(backend, config)
+    whole, whole_loss = build(backend, config)
+    shard(model, hp.DeviceMesh((2,), ("shard",)))
+    errors = []
+    for frozen in ((), ("up",), ("layers",), ()):
+        for each in (model, whole):
+            for use in backend.modules.parameter_uses(each):
+                use.parameter.requires_grad = not any(part in use.name for part in frozen)
+        errors.append(compare(backend, config, model, loss, whole, whole_loss))
+    return errors
+
+
+def teacher_pass_first(backend):
+    """The first use of the model is without gradients, inside a step that is recorded."""
+    config = ToyConfig()
+    model, loss = build(backend, config)
+    whole, whole_loss = build(backend, config)
+    shard(model, hp.DeviceMesh((2,), ("shard",)))
+
+    def with_teacher(x):
+        with backend.autograd.no_grad():
+            loss(x)
+        return loss(x)
+
+    return compare(backend, config, model, with_teacher, whole, whole_loss)
+
+
+def update_while_gathered(backend):
+    """A step breaks after its forward, the shards change, and what is read is the change."""
+    config = ToyConfig()
+    model, loss = build(backend, config)
+    before = hp.full_parameters(model)
+    shard(model, hp.DeviceMesh((2,), ("shard",)))
+
+    def broken(x):
+        loss(x)
+        raise ValueError("in the middle")
+
+    try:
+        hp.value_and_grad(broken, [p for _, p in hp.trainable_parameters(model)])(batch(backend, config, 0))
+    except ValueError:
+        pass
+    assert unit_of(model).is_gathered()
+    for _, parameter in hp.trainable_parameters(model):
+        backend.tensors.scale_(backend.tensors.flat(parameter), 2.0)
+    errors = [worst(value, 2 * before[name]) for name, value in hp.full_parameters(model).items()]
+    hp.restore(model)
+    return errors + [worst(value, 2 * before[name]) for name, value in hp.full_parameters(model).items()]
+
+
+def dropped_model_is_alive(backend):
+    """Whether a sharded and trained model survives its last reference."""
+    import gc
+    import weakref
+
+    config = ToyConfig()
+    model, loss = build(backend, config)
+    shard(model, hp.DeviceMesh((1,), ("shard",)))
+    hp.value_and_grad(loss, [p for _, p in hp.trainable_parameters(model)])(batch(backend, config, 0))
+    reference = weakref.ref(model.layers[0])
+    del model, loss
+    gc.collect()
+    return reference() is not None
+
+
+def edited_plans(backend):
+    """What becomes of a plan that somebody has changed by hand; the model must not change when it is refused."""
+    config = ToyConfig()
+    mesh = hp.DeviceMesh((2,), ("shard",))
+
+    def edit(change):
+        model, _ = build(backend, config)
+        values = hp.plan(model, mesh).to_dict()
+        change(values, values["parameters"].get("layers.0.up"))
+        try:
+            hp.parallelize(model, hp.ShardingPlan.from_dict(values))
+        except hp.HyperParallelError as error:
+            assert not list(units_of(backend, model))
+            shapes = {tuple(use.parameter.shape) for use in backend.modules.parameter_uses(model) if "up" in use.name}
+            assert shapes == {(7, 3)}
+            return f"{type(error).__name__}: {error}"
+        return f"applied: {tuple(dict(hp.trainable_parameters(model))['layers.0.up'].shape)}"
+
+    messages = {
+        "dim 1": edit(lambda plan, up: up.update(placements={"shard": "shard(1)"})),
+        "dim 5": edit(lambda plan, up: up.update(placements={"shard": "shard(5)"})),
+        "partial": edit(lambda plan, up: up.update(placements={"shard": "partial"})),
+        "axis": edit(lambda plan, up: up.update(placements={"tensor": "shard(0)"})),
+        "dtype": edit(lambda plan, up: up.update(dtype="float32")),
+        "frozen": edit(lambda plan, up: up.update(trainable=False)),
+        "moved": edit(lambda plan, up: up.update(unit="layers.1")),
+        "no root": edit(lambda plan, up: plan["units"].pop()),
+        "root first": edit(lambda plan, up: plan["units"].reverse()),
+        "twice": edit(lambda plan, up: plan["units"].insert(0, plan["units"][1])),
+        "missing": edit(lambda plan, up: plan["parameters"].pop("layers.0.up")),
+    }
+    model, _ = build(backend, config)
+    plan = hp.plan(model, mesh)
+    hp.parallelize(model, plan)
+    try:
+        hp.parallelize(model, plan)
+    except hp.HyperParallelError as error:
+        messages["sharded"] = f"{type(error).__name__}: {error}"
+    return messages
+
+
+def odd_meshes(backend):
+    """The messages for a mesh of half the ranks and for one in another order."""
+    messages = []
+    for mesh in (hp.DeviceMesh((2,), ("shard",)), hp.DeviceMesh((2, 2), ("replicate", "shard"), (1, 0, 2, 3))):
+        model, _ = build(backend, ToyConfig())
+        try:
+            hp.fully_shard(model, mesh=mesh)
+        except hp.LayoutError as error:
+            messages.append(str(error))
+    return messages

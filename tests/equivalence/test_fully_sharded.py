@@ -32,6 +32,7 @@ def test_every_mesh_gives_the_gradients_of_one_device(pool, backend_name, sizes)
 CASES = {
     "a block called twice": ToyConfig(calls=(0, 1, 0, 0)),
     "tied weights": ToyConfig(tied=True),
+    "a block in two places": ToyConfig(shared=True),
     "an unused parameter": ToyConfig(use_extra=False),
     "an unused block": ToyConfig(calls=(1,)),
     "frozen parameters": ToyConfig(frozen=("up", "embed")),
@@ -47,7 +48,7 @@ def test_awkward_models_give_the_gradients_of_one_device(pool, backend_name, cas
     check(pool(backend_name, 3).run(f"{BODIES}:train", {"shard": 3}, CASES[case]))
 
 
-@pytest.mark.parametrize("case", ["a block called twice", "tied weights", "frozen parameters"])
+@pytest.mark.parametrize("case", ["a block called twice", "a block in two places", "tied weights", "frozen parameters"])
 def test_awkward_models_on_two_axes(pool, backend_name, case):
     check(pool(backend_name, 4).run(f"{BODIES}:train", {"replicate": 2, "shard": 2}, CASES[case], through_plan=True))
 
@@ -100,13 +101,54 @@ def test_wrong_calls_are_refused_with_a_reason(pool, backend_name):
         assert "offload_policy is not offered yet" in messages["offload"]
         assert "reshard_after_forward is 2" in messages["number"]
         assert 'DeviceMesh((2,), ("shard",))' in messages["mesh"]
-        assert "the ranks 0 to 2, but this is rank" in messages["size"]
+        assert "has 3 ranks, 0 to 2, but 2 have joined" in messages["size"]
         assert "this mesh tensor=2 has 'tensor'" in messages["axis"]
         assert "is a unit already" in messages["twice"]
-        assert "is tied to one that an inner unit holds" in messages["tied"]
+        assert "the parameter embed is held by another unit already" in messages["tied"]
         assert "takes one module" in messages["list"]
         assert "found 'rows' for embed" in messages["placement"]
-        assert (
-            "made for another model" in messages["plan"]
-            and "embed has shape (5, 3), planned was (5, 4)" in messages["plan"]
-        )
+        assert "does not fit the model" in messages["plan"]
+        assert "embed has shape (5, 3), planned was (5, 4)" in messages["plan"]
+
+
+def test_what_is_trainable_may_change_between_steps(pool, backend_name):
+    assert max(max(errors) for errors in pool(backend_name, 2).run(f"{BODIES}:freeze_and_unfreeze")) < BOUND
+
+
+def test_a_first_use_without_gradients_inside_a_recorded_step_spoils_nothing(pool, backend_name):
+    assert max(pool(backend_name, 2).run(f"{BODIES}:teacher_pass_first")) < BOUND
+
+
+def test_full_parameters_and_restore_give_the_newest_values_while_a_unit_is_gathered(pool, backend_name):
+    assert max(max(errors) for errors in pool(backend_name, 2).run(f"{BODIES}:update_while_gathered")) < BOUND
+
+
+def test_a_dropped_model_is_freed(pool, backend_name):
+    assert pool(backend_name, 1).run(f"{BODIES}:dropped_model_is_alive") == [False]
+
+
+def test_a_plan_is_applied_as_it_says_or_not_at_all(pool, backend_name):
+    for rank, messages in enumerate(pool(backend_name, 2).run(f"{BODIES}:edited_plans")):
+        assert messages.pop("dim 1") == f"applied: (7, {2 - rank})"
+        expected = {
+            "dim 5": "layers.0.up is placed as shard(5), a dim that its shape [7, 3] does not have",
+            "partial": "layers.0.up is placed as shard: partial",
+            "axis": "layers.0.up is placed as tensor: shard(0)",
+            "dtype": "layers.0.up has dtype float64, planned was float32",
+            "frozen": "layers.0.up has trainable True, planned was False",
+            "moved": "layers.0.up belongs to the unit 'layers.1'",
+            "no root": "embed belongs to the unit ''",
+            "root first": "the unit 'layers.0' comes after ''",
+            "twice": "the unit 'layers.1' is named twice",
+            "missing": "layers.0.up is in the model only",
+            "sharded": "the model is sharded already",
+        }
+        assert set(messages) == set(expected)
+        for case, text in expected.items():
+            assert text in messages[case] and messages[case].startswith("PlanError"), messages[case]
+
+
+def test_a_mesh_without_every_rank_in_order_is_refused_on_every_rank(pool, backend_name):
+    for part, permuted in pool(backend_name, 4).run(f"{BODIES}:odd_meshes"):
+        assert "has 2 ranks, 0 to 1, but 4 have joined" in part
+        assert "has the ranks [1, 0] along 'shard'" in permuted

@@ -17,6 +17,7 @@ class ToyConfig:
     blocks: int = 2
     calls: tuple = (0, 1)
     tied: bool = False
+    shared: bool = False
     use_extra: bool = True
     frozen: tuple = ()
     dtype: str = "float64"

@@ -37,6 +37,7 @@ class Toy(nn.Cell):
         self.use_extra = config.use_extra
         self.embed = _zeros((config.inputs, config.width), config.dtype, "embed")
         self.layers = nn.CellList([Block(config.width, config.hidden, config.dtype) for _ in range(config.blocks)])
+        self.again = self.layers[0] if config.shared else None
         self.temperature = _zeros((), config.dtype, "temperature")
         self.extra = _zeros((config.width,), config.dtype, "extra")
         self.head = Head(self.embed if config.tied else _zeros((config.inputs, config.width), config.dtype, "head"))
@@ -47,6 +48,8 @@ class Toy(nn.Cell):
         x = mint.matmul(x, self.embed)
         for index in self.calls:
             x = self.layers[index](x)
+        if self.again is not None:
+            x = self.again(x)
         if self.use_extra:
             x = x * self.extra
         return self.head(x) * self.temperature

@@ -33,6 +33,7 @@ class Toy(nn.Module):
         self.use_extra = config.use_extra
         self.embed = nn.Parameter(torch.zeros(config.inputs, config.width, dtype=dtype))
         self.layers = nn.ModuleList(Block(config.width, config.hidden, dtype) for _ in range(config.blocks))
+        self.again = self.layers[0] if config.shared else None
         self.temperature = nn.Parameter(torch.zeros((), dtype=dtype))
         self.extra = nn.Parameter(torch.zeros(config.width, dtype=dtype))
         self.head = Head(
@@ -45,6 +46,8 @@ class Toy(nn.Module):
         x = x @ self.embed
         for index in self.calls:
             x = self.layers[index](x)
+        if self.again is not None:
+            x = self.again(x)
         if self.use_extra:
             x = x * self.extra
         return self.head(x) * self.temperature

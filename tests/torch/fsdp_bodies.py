@@ -1,5 +1,9 @@
 """Bodies of `test_fully_sharded.py`: what PyTorch users do with a sharded model."""
 
+import copy
+import pickle
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,3 +124,132 @@ def without_values(backend):
         hp.fully_shard(model, mesh=hp.DeviceMesh((2,), ("shard",)))
     except hp.ConfigError as error:
         return str(error)
+
+
+class Scaled(torch.nn.Module):
+    """A linear map by a derived weight, whose node runs after the gradient of a leaf input is complete."""
+
+    def __init__(self, output=lambda y: y):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64, generator=torch.manual_seed(0)))
+        self.scale = torch.nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+        self.output = output
+
+    def forward(self, x):
+        return self.output(torch.nn.functional.linear(x, self.weight * self.scale))
+
+
+class Box:
+    """An output that the library can't look into."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+@dataclass(slots=True)
+class Slots:
+    y: torch.Tensor
+
+
+def written_view(y):
+    """A view of what the unit computed, written to by whoever receives it."""
+    return y.view(-1)
+
+
+OUTPUTS = {"tensor": lambda y: y, "object": Box, "slots": Slots, "list": lambda y: [(y,)], "view": written_view}
+
+
+def leaf_input(backend, kind):
+    """Gradients of a unit that is fed a leaf which asks for a gradient itself; returns the worst error."""
+    whole = Scaled()
+    model = torch.nn.Sequential(hp.fully_shard(Scaled(OUTPUTS[kind]), mesh=hp.DeviceMesh((2,), ("shard",))))
+    hp.fully_shard(model, mesh=hp.DeviceMesh((2,), ("shard",)))
+    errors = []
+    for _ in range(2):
+        x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+        y = model(x)
+        y = y.y if isinstance(y, (Box, Slots)) else y[0][0] if isinstance(y, list) else y
+        if kind == "view":
+            y.mul_(1.0)
+        (y * y).sum().backward()
+        x_whole = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+        whole(x_whole).square().sum().backward()
+        errors.append(worst(x.grad.numpy(), x_whole.grad.numpy()))
+        for p, w in zip(model.parameters(), whole.parameters()):
+            errors.append(worst(p.grad.numpy(), hp.layout_of(p).shard(w.grad.numpy(), backend.collectives.rank())))
+        model.zero_grad()
+        whole.zero_grad()
+    return max(errors)
+
+
+def broken_backwards(backend, rounds):
+    """Backwards that raise in the middle, on every rank, each followed by a good step; returns the worst error."""
+    config = ToyConfig()
+    rank = backend.collectives.rank()
+    model, loss = build(backend, config)
+    whole, whole_loss = build(backend, config)
+    shard(model, hp.DeviceMesh((backend.collectives.world_size(),), ("shard",)))
+    whole_loss(batch(backend, config, 0)).backward()
+    errors = []
+    for _ in range(rounds):
+        handle = model.layers[0].register_forward_hook(lambda _, args, y: y.register_hook(fail) and None)
+        try:
+            loss(batch(backend, config, 0)).backward()
+        except ZeroDivisionError:
+            handle.remove()
+        model.zero_grad()
+        loss(batch(backend, config, 0)).backward()
+        errors += [
+            worst(p.grad.numpy(), hp.layout_of(p).shard(w.grad.numpy(), rank))
+            for p, w in zip(model.parameters(), whole.parameters())
+        ]
+        model.zero_grad()
+    return max(errors)
+
+
+def fail(gradient):
+    raise ZeroDivisionError
+
+
+def hooks_of_the_user(backend):
+    """What a forward pre-hook sees of a weight, and what a post-accumulate hook sees of its gradient."""
+    model, loss = build(backend, ToyConfig())
+    seen = []
+    model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(tuple(module.up.shape)))
+    shard(model, hp.DeviceMesh((2,), ("shard",)))
+    model.layers[0].up.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.grad.shape)))
+    loss(batch(backend, ToyConfig(), 0)).backward()
+    return seen
+
+
+def misuse(backend):
+    """Messages for what a sharded model can't do."""
+    mesh = hp.DeviceMesh((2,), ("shard",))
+
+    def restored_between(model, loss, x):
+        value = loss(x)
+        hp.restore(model)
+        value.backward()
+
+    def assigned(model, loss, x):
+        model.load_state_dict({name: p.detach().clone() for name, p in model.state_dict().items()}, assign=True)
+        loss(x)
+
+    cases = {
+        "copy": lambda model, loss, x: copy.deepcopy(model),
+        "pickle": lambda model, loss, x: pickle.dumps(model),
+        "create_graph": lambda model, loss, x: loss(x).backward(create_graph=True),
+        "restore": restored_between,
+        "assign": assigned,
+        "again": lambda model, loss, x: hp.plan(model, mesh),
+        "lstm": lambda model, loss, x: hp.fully_shard(torch.nn.LSTM(3, 4), mesh=mesh),
+    }
+    messages = {}
+    for name, case in cases.items():
+        model, loss = build(backend, ToyConfig())
+        shard(model, mesh)
+        try:
+            case(model, loss, batch(backend, ToyConfig(), 0))
+        except hp.HyperParallelError as error:
+            messages[name] = str(error)
+    return messages

@@ -33,3 +33,33 @@ def test_an_optimizer_made_before_sharding_trains_the_shards(pool):
 def test_a_model_without_values_is_refused(pool):
     for message in pool("torch", 2).run(f"{BODIES}:without_values"):
         assert "0.weight has no values" in message and "load it before sharding" in message
+
+
+@pytest.mark.parametrize("kind", ["tensor", "object", "slots", "list", "view"])
+def test_a_unit_may_be_fed_a_leaf_and_may_return_anything(pool, kind):
+    assert max(pool("torch", 2).run(f"{BODIES}:leaf_input", kind)) < BOUND
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_backward_that_raises_leaves_a_working_model(pool, ranks):
+    assert max(pool("torch", ranks).run(f"{BODIES}:broken_backwards", 10)) < BOUND
+
+
+def test_hooks_of_the_user_see_whole_weights_and_reduced_gradients(pool):
+    assert pool("torch", 2).run(f"{BODIES}:hooks_of_the_user") == [[(7, 3), (4, 3)], [(7, 3), (3, 3)]]
+
+
+def test_what_a_sharded_model_can_not_do_is_refused(pool):
+    expected = {
+        "copy": "can't be copied or pickled",
+        "pickle": "can't be copied or pickled",
+        "create_graph": "leave create_graph=True out",
+        "restore": "restored between the forward and the backward",
+        "assign": "was replaced after it had been sharded",
+        "again": "is sharded already",
+        "lstm": "keeps weight_ih_l0 in the list '_flat_weights'",
+    }
+    for messages in pool("torch", 2).run(f"{BODIES}:misuse"):
+        assert set(messages) == set(expected)
+        for case, text in expected.items():
+            assert text in messages[case]

@@ -13,7 +13,7 @@ from hyper_parallel.core.backend import Parameter, Tensor
 
 def grad_enabled() -> bool:
     """See `core.backend.Autograd`."""
-    return _engine.grad_flag()
+    return _engine.requires_grad()  # `grad_flag` stays on under `no_grad`
 
 
 def no_grad() -> ContextManager[None]:

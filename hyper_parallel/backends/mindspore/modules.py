@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import mindspore as ms
@@ -11,6 +12,10 @@ from mindspore import nn
 from hyper_parallel.core.backend import HookHandle, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.loading import check_values
 
+# MindSpore keeps the running statistics of its normalisations as parameters that no gradient reaches and the forward
+# changes. They are what PyTorch calls buffers: every rank has its own.
+_STATISTICS = ("moving_mean", "moving_variance")
+
 
 def is_module(value: object) -> bool:
     """See `core.backend.Modules`."""
@@ -19,16 +24,24 @@ def is_module(value: object) -> bool:
 
 def named_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """See `core.backend.Modules`."""
-    return module.cells_and_names()
+    return _walk(module, "")
+
+
+def _walk(cell: Module, path: str) -> Iterator[tuple[str, Module]]:
+    """Like `cells_and_names`, which leaves out where a cell stands a second time."""
+    yield path, cell
+    for name, child in cell._cells.items():
+        if child is not None:
+            yield from _walk(child, f"{path}.{name}" if path else name)
 
 
 def parameter_uses(module: Module) -> list[ParameterUse]:
     """See `core.backend.Modules`."""
     return [
         ParameterUse(f"{path}.{attribute}" if path else attribute, owner, attribute, parameter)
-        for path, owner in module.cells_and_names()
+        for path, owner in named_modules(module)
         for attribute, parameter in owner._params.items()
-        if parameter is not None
+        if parameter is not None and attribute not in _STATISTICS
     ]
 
 
@@ -60,6 +73,11 @@ def replace_parameter(uses: Sequence[ParameterUse], value: Tensor) -> Parameter:
     return parameter
 
 
+def registered(owner: Module, attribute: str) -> Parameter | None:
+    """See `core.backend.Modules`."""
+    return owner._params.get(attribute)
+
+
 def shadow(owner: Module, attribute: str, tensor: Tensor) -> None:
     """See `core.backend.Modules`. The instance dictionary comes before `Cell.__getattr__`."""
     owner.__dict__[attribute] = tensor
@@ -72,9 +90,17 @@ def unshadow(owner: Module, attribute: str) -> None:
 
 def before_forward(module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_pre_hook(lambda _, args, kwargs: hook(args, kwargs), with_kwargs=True)
+    return module.register_forward_pre_hook(partial(_before, hook), with_kwargs=True, prepend=True)
+
+
+def _before(hook: Callable[[tuple, dict], None], module: Module, args: tuple, kwargs: dict) -> None:
+    hook(args, kwargs)
 
 
 def after_forward(module: Module, hook: Callable[[Any], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_hook(lambda _, args, output: hook(output))
+    return module.register_forward_hook(partial(_after, hook))
+
+
+def _after(hook: Callable[[Any], None], module: Module, args: tuple, output: Any) -> None:
+    hook(output)

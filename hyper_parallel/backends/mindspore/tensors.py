@@ -62,6 +62,11 @@ def to_numpy(tensor: ms.Tensor) -> np.ndarray:
     return np.array(tensor.asnumpy(), dtype="float32" if dtype_name(tensor) == "bfloat16" else None)
 
 
+def has_values(tensor: ms.Tensor) -> bool:
+    """False for a tensor of the meta device, which has a shape only."""
+    return not tensor.is_meta
+
+
 def to_device(tensor: ms.Tensor) -> ms.Tensor:
     """The tensor itself: MindSpore moves a tensor when an operator needs it elsewhere."""
     return tensor

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.core.backend import Parameter, Tensor
+from hyper_parallel.core.errors import ConfigError
 
 
 def grad_enabled() -> bool:
@@ -22,16 +23,14 @@ def no_grad() -> ContextManager[None]:
 
 def requires_grad(tensor: Tensor) -> bool:
     """See `core.backend.Autograd`."""
-    return tensor.requires_grad
+    return tensor.grad_fn is not None
 
 
 class _Attach(torch.autograd.Function):
-    """Identity from parameters to their full tensors; hands the gradients out instead of passing them on."""
+    """Where full tensors come from; hands their gradients out instead of passing them on."""
 
     @staticmethod
-    def forward(
-        ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], *parameters: Parameter
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.on_gradients = on_gradients
         ctx.set_materialize_grads(False)
         return tuple(fulls)
@@ -40,7 +39,7 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.on_gradients(list(gradients))
-        return (None, None) + (None,) * len(gradients)  # `deliver` sets them once they are reduced
+        return None, None, None
 
 
 def attach(
@@ -48,21 +47,34 @@ def attach(
     fulls: Sequence[Tensor],
     on_gradients: Callable[[list[Tensor | None]], list[Tensor]],
 ) -> list[Tensor]:
-    """See `core.backend.Autograd`."""
-    return list(_Attach.apply(on_gradients, list(fulls), *parameters))
+    """See `core.backend.Autograd`. The parameters are no inputs of the node: `deliver` gives them what they get."""
+    anchor = torch.empty(0, requires_grad=True)  # makes the engine record the node
+    return list(_Attach.apply(on_gradients, list(fulls), anchor))
 
 
 def deliver(parameter: Parameter, gradient: Tensor) -> None:
-    """See `core.backend.Autograd`."""
+    """See `core.backend.Autograd`. Runs the user's post-accumulate hooks, which the engine would have run."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
+    for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        hook(parameter)
 
 
 def on_gradient(tensor: Tensor, callback: Callable[[], None]) -> None:
     """See `core.backend.Autograd`."""
-    tensor.register_hook(lambda gradient: callback())
+
+    def hook(gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            raise ConfigError("fully sharded gradients can't be differentiated again; leave create_graph=True out")
+        callback()
+
+    if tensor._is_view() and tensor._base.grad_fn is not None:
+        # Writing to a view later puts it behind another node, and its own hooks would come too late.
+        tensor._base.grad_fn.register_prehook(hook)
+    else:
+        tensor.register_hook(hook)
 
 
 def queue_final_callback(callback: Callable[[], None]) -> None:

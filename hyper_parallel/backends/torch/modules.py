@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,14 +20,14 @@ def is_module(value: object) -> bool:
 
 def named_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """See `core.backend.Modules`."""
-    return module.named_modules()
+    return module.named_modules(remove_duplicate=False)
 
 
 def parameter_uses(module: Module) -> list[ParameterUse]:
     """See `core.backend.Modules`."""
     return [
         ParameterUse(f"{path}.{attribute}" if path else attribute, owner, attribute, parameter)
-        for path, owner in module.named_modules()
+        for path, owner in named_modules(module)
         for attribute, parameter in owner._parameters.items()
         if parameter is not None
     ]
@@ -63,6 +64,11 @@ def replace_parameter(uses: Sequence[ParameterUse], value: Tensor) -> Parameter:
     return parameter
 
 
+def registered(owner: Module, attribute: str) -> Parameter | None:
+    """See `core.backend.Modules`."""
+    return owner._parameters.get(attribute)
+
+
 def shadow(owner: Module, attribute: str, tensor: Tensor) -> None:
     """See `core.backend.Modules`. The instance dictionary comes before `Module.__getattr__`."""
     owner.__dict__[attribute] = tensor
@@ -75,9 +81,17 @@ def unshadow(owner: Module, attribute: str) -> None:
 
 def before_forward(module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_pre_hook(lambda _, args, kwargs: hook(args, kwargs), with_kwargs=True)
+    return module.register_forward_pre_hook(partial(_before, hook), with_kwargs=True, prepend=True)
+
+
+def _before(hook: Callable[[tuple, dict], None], module: Module, args: tuple, kwargs: dict) -> None:
+    hook(args, kwargs)
 
 
 def after_forward(module: Module, hook: Callable[[Any], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_hook(lambda _, args, output: hook(output))
+    return module.register_forward_hook(partial(_after, hook))
+
+
+def _after(hook: Callable[[Any], None], module: Module, args: tuple, output: Any) -> None:
+    hook(output)

@@ -44,6 +44,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).numpy()
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """False for a tensor of the meta device, which has a shape only."""
+    return not tensor.is_meta
+
+
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where this process's operators find it, else a copy on this process's device."""
     target = torch.empty(0, device=device()).device  # with the index that `device` leaves open
@@ -100,8 +105,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @torch.no_grad()
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply a contiguous tensor, possibly an alias, in place."""
-    _require_contiguous(tensor, "tensor")
+    """Multiply a tensor, possibly an alias, in place."""
     tensor.mul_(factor)
 
 

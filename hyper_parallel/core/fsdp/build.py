@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -14,11 +14,13 @@ from hyper_parallel.core.fsdp.unit import Unit, unit_of, units_of
 from hyper_parallel.core.identity import IdentityMap
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Shard
-from hyper_parallel.core.plan.plan import ShardingPlan
+from hyper_parallel.core.placement import Placement, Shard
 
-_sharded = IdentityMap()  # a parameter at rest -> its ShardedParameter
-_replaced = IdentityMap()  # a parameter object that a shard has replaced -> the name of its unit
+_layouts = IdentityMap()  # a parameter at rest -> its layout
+_replaced = IdentityMap()  # a parameter object that a shard has replaced -> True
+
+PlacementOf = Callable[[ParameterUse], Placement | None]
+"""The placement of a parameter over `shard`; None for whole on every rank."""
 
 
 def fully_shard(
@@ -28,21 +30,31 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
     ignored_params: Iterable[Parameter] = (),
-    name: str = "",
 ) -> Unit:
     """Make one unit of the parameters below `module` that no unit holds yet. See `hyper_parallel.fully_shard`.
 
     Everything is checked before anything is changed.
     """
-    if not backend.collectives.is_initialized():
-        raise ConfigError("fully_shard needs the ranks to be joined; call hyper_parallel.initialize() first")
-    rank, world = backend.collectives.rank(), backend.collectives.world_size()
-    mesh = DeviceMesh((world,), ("shard",)) if mesh is None else mesh
-    _check_mesh(mesh, rank, world)
+    mesh = usable_mesh(backend, mesh)
     if unit_of(module) is not None:
         raise ConfigError(f"fully_shard: this {type(module).__name__} is a unit already; wrap every module once")
     chosen = _uses_to_shard(backend, module, ignored_params)
-    specs = [_spec(backend, uses[0], mesh, rank, shard_placement_fn) for uses in chosen]
+    return make_unit(backend, "", module, chosen, _asked_placement(shard_placement_fn), mesh, reshard_after_forward)
+
+
+def make_unit(
+    backend: Backend,
+    name: str,
+    module: Module,
+    chosen: Sequence[Sequence[ParameterUse]],
+    placement_of: PlacementOf,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | None,
+) -> Unit:
+    """Shard the parameters `chosen` (every use of each) and hook `module`; refuses before it changes anything."""
+    rank = backend.collectives.rank()
+    check_parameters(backend, module, chosen)
+    specs = [_spec(backend, uses[0], placement_of(uses[0]), mesh, rank) for uses in chosen]
     shard_group = backend.collectives.groups(mesh.groups(("shard",)))
     replica_group = backend.collectives.groups(mesh.groups(("replicate",)))
     parameters = []
@@ -52,22 +64,10 @@ def fully_shard(
             old = uses[0].parameter
             sharded = ShardedParameter(backend, spec, uses)
             if sharded.parameter is not old:
-                _replaced.set(old, name)
-            _sharded.set(sharded.parameter, sharded)
+                _replaced.set(old, True)
+            _layouts.set(sharded.parameter, sharded.layout)
             parameters.append(sharded)
     return Unit(backend, name, module, parameters, shard_group, replica_group, reshard_after_forward)
-
-
-def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
-    """Make the units that a plan names, blocks before the model itself.
-
-    Raises:
-        ConfigError: the plan was made for another model; then nothing is changed.
-    """
-    _check_plan(backend, model, plan)
-    modules = dict(backend.modules.named_modules(model))
-    for unit in plan.units:
-        fully_shard(backend, modules[unit.name], plan.mesh, unit.reshard_after_forward, name=unit.name)
 
 
 def restore(backend: Backend, model: Module) -> None:
@@ -75,54 +75,55 @@ def restore(backend: Backend, model: Module) -> None:
     for unit in list(units_of(backend, model)):
         unit.detach()
         for sharded in unit.parameters:
-            _sharded.pop(sharded.parameter)
-            if sharded.spec.is_whole:
-                continue
-            whole = backend.tensors.from_numpy(gather_to_numpy(backend, unit, sharded), sharded.spec.dtype)
-            backend.modules.replace_parameter(sharded.uses, whole)
+            _layouts.pop(sharded.parameter)
+            if not sharded.spec.is_whole:
+                whole = backend.tensors.from_numpy(gather_to_numpy(backend, unit, sharded), sharded.spec.dtype)
+                backend.modules.replace_parameter(sharded.uses, whole)
 
 
 def full_parameters(backend: Backend, model: Module) -> dict[str, np.ndarray]:
     """Every parameter whole, on every rank, by its first name. Called by every rank; one parameter at a time."""
-    unit_by_parameter = {id(each.parameter): unit for unit in units_of(backend, model) for each in unit.parameters}
+    held = {id(each.parameter): (unit, each) for unit in units_of(backend, model) for each in unit.parameters}
     values: dict[str, np.ndarray] = {}
     done: set[int] = set()
     for use in backend.modules.parameter_uses(model):
         if id(use.parameter) in done:
             continue
         done.add(id(use.parameter))
-        unit = unit_by_parameter.get(id(use.parameter))
-        values[use.name] = (
-            backend.tensors.to_numpy(use.parameter)
-            if unit is None
-            else gather_to_numpy(backend, unit, _sharded.get(use.parameter))
-        )
+        if id(use.parameter) in held:
+            values[use.name] = gather_to_numpy(backend, *held[id(use.parameter)])
+        else:
+            values[use.name] = backend.tensors.to_numpy(use.parameter)
     return values
 
 
 def gather_to_numpy(backend: Backend, unit: Unit, sharded: ShardedParameter) -> np.ndarray:
-    """One whole parameter on the host; the unit stays gathered or not as it was."""
+    """One whole parameter on the host, as the shards have it now; the unit stays gathered or not as it was."""
     with backend.autograd.no_grad():
-        if not unit.is_gathered():
-            sharded.issue_gather(unit.shard_group).wait()
+        sharded.issue_gather(unit.shard_group).wait()
         value = backend.tensors.to_numpy(sharded.full())
         if not unit.is_gathered():
             sharded.free()
     return value
 
 
-def sharded_of(parameter: Parameter) -> ShardedParameter | None:
-    """What `fully_shard` knows of a parameter at rest."""
-    return _sharded.get(parameter)
-
-
 def layout_of(parameter: Parameter) -> Layout | None:
     """The layout of a parameter at rest; None when it was never sharded."""
-    sharded = _sharded.get(parameter)
-    return None if sharded is None else sharded.layout
+    return _layouts.get(parameter)
 
 
-def _check_mesh(mesh: Any, rank: int, world: int) -> None:
+def usable_mesh(backend: Backend, mesh: Any) -> DeviceMesh:
+    """The mesh to shard over, all ranks on `shard` when none is given.
+
+    Raises:
+        ConfigError: the ranks are not joined, or the mesh has an axis that is of no use here.
+        LayoutError: the mesh does not hold all ranks, or not in ascending order along an axis.
+    """
+    if not backend.collectives.is_initialized():
+        raise ConfigError("fully_shard needs the ranks to be joined; call hyper_parallel.initialize() first")
+    world = backend.collectives.world_size()
+    if mesh is None:
+        return DeviceMesh((world,), ("shard",))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"fully_shard: mesh must be a hyper_parallel.DeviceMesh, found {type(mesh).__name__}; write for example "
@@ -131,74 +132,109 @@ def _check_mesh(mesh: Any, rank: int, world: int) -> None:
     extra = [axis for axis, size in zip(mesh.names, mesh.shape) if axis not in ("replicate", "shard") and size > 1]
     if extra:
         raise ConfigError(f"fully_shard uses the mesh axes 'replicate' and 'shard'; this mesh {mesh} has {extra[0]!r}")
-    if max(mesh.ranks) >= world or rank not in mesh.ranks:
+    if sorted(mesh.ranks) != list(range(world)):
         raise LayoutError(
-            f"the mesh {mesh} holds the ranks {min(mesh.ranks)} to {max(mesh.ranks)}, "
-            f"but this is rank {rank} of {world}"
+            f"the mesh {mesh} has {mesh.size} ranks, {min(mesh.ranks)} to {max(mesh.ranks)}, but {world} have joined; "
+            "a mesh to shard over holds every rank"
         )
+    for axis in mesh.names:
+        for group in mesh.groups((axis,)):
+            if list(group) != sorted(group):
+                raise LayoutError(
+                    f"the mesh {mesh} has the ranks {list(group)} along {axis!r}; "
+                    "collectives need them in ascending order"
+                )
+    return mesh
+
+
+def check_parameters(backend: Backend, module: Module, chosen: Sequence[Sequence[ParameterUse]]) -> None:
+    """Refuse parameters without values, and those that a module reads past its registry."""
+    names = {}
+    for uses in chosen:
+        names[id(uses[0].parameter)] = uses[0].name
+        if not backend.tensors.has_values(uses[0].parameter):
+            raise ConfigError(
+                f"fully_shard: the parameter {uses[0].name} has no values, it is on the meta device; "
+                "load it before sharding"
+            )
+    for path, owner in backend.modules.named_modules(module):
+        for attribute, value in vars(owner).items():
+            if not isinstance(value, (list, tuple)):
+                continue
+            kept = [names[id(item)] for item in value if id(item) in names]
+            if kept:
+                raise ConfigError(
+                    f"fully_shard: {type(owner).__name__} {path or '(the model itself)'} keeps {kept[0]} in the list "
+                    f"{attribute!r}, where it would see the shard; use the parameter's own attribute and drop the "
+                    "list, or leave the parameter out with ignored_params"
+                )
 
 
 def _uses_to_shard(backend: Backend, module: Module, ignored: Iterable[Parameter]) -> list[list[ParameterUse]]:
     """The uses of every parameter that this unit is to hold, in definition order."""
+    ignored = list(ignored)
+    strange = [value for value in ignored if not backend.tensors.is_tensor(value)]
+    if strange:
+        raise ConfigError(f"fully_shard: ignored_params holds parameters, found {strange[0]!r}")
     ignored_ids = {id(parameter) for parameter in ignored}
-    owned_uses = {
-        (id(use.owner), use.attribute)
-        for unit in units_of(backend, module)
-        for sharded in unit.parameters
-        for use in sharded.uses
-    }
+    inside = _uses_inside_units(backend, module)
     chosen: dict[int, list[ParameterUse]] = {}
     for use in backend.modules.parameter_uses(module):
-        if id(use.parameter) in ignored_ids or (id(use.owner), use.attribute) in owned_uses:
+        if id(use.parameter) in ignored_ids or use.name in inside:
             continue
-        if _replaced.get(use.parameter) is not None or _sharded.get(use.parameter) is not None:
+        if _replaced.get(use.parameter) is not None or _layouts.get(use.parameter) is not None:
             raise ConfigError(
-                f"fully_shard: the parameter {use.name} is tied to one that an inner unit holds already; "
-                "make no unit of the inner module, so that one unit holds both uses"
-            )
-        if use.parameter.is_meta:
-            raise ConfigError(
-                f"fully_shard: the parameter {use.name} has no values, it is on the meta device; load it before sharding"
+                f"fully_shard: the parameter {use.name} is held by another unit already; shard inner modules before "
+                "outer ones, and make no units of what shares a parameter, so that their common parent's holds it"
             )
         chosen.setdefault(id(use.parameter), []).append(use)
     return list(chosen.values())
 
 
-def _spec(
-    backend: Backend,
-    use: ParameterUse,
-    mesh: DeviceMesh,
-    rank: int,
-    shard_placement_fn: Callable[[Parameter], Shard | None] | None,
-) -> ShardSpec:
-    shape = tuple(int(size) for size in use.parameter.shape)
-    placement = shard_placement_fn(use.parameter) if shard_placement_fn is not None else None
-    placement = Shard(0) if placement is None else placement
-    if not isinstance(placement, Shard):
-        raise ConfigError(
-            "fully_shard: shard_placement_fn must return a hyper_parallel.Shard or None, "
-            f"found {placement!r} for {use.name}"
-        )
-    split = "shard" in mesh.names and shape
-    layout = Layout(mesh, {"shard": placement} if split else {}, shape)
-    dtype = backend.tensors.dtype_name(use.parameter)
-    return ShardSpec(use.name, layout, rank, dtype, backend.modules.is_trainable(use.parameter))
+def _uses_inside_units(backend: Backend, module: Module) -> set[str]:
+    """Names of uses that the forward of an inner unit's module covers.
 
-
-def _check_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
-    found: Mapping[str, tuple[int, ...]] = {
-        use.name: tuple(int(size) for size in use.parameter.shape) for use in backend.modules.parameter_uses(model)
+    A module that stands in two places is a unit in both; one of its modules that also stands elsewhere is not.
+    """
+    paths = [(path, each) for path, each in backend.modules.named_modules(module)]
+    held = {
+        (id(use.owner), use.attribute)
+        for unit in units_of(backend, module)
+        for sharded in unit.parameters
+        for use in sharded.uses
     }
-    wanted = {each.name: each.shape for each in plan.parameters}
-    wanted.update({other: plan[first].shape for other, first in plan.tied.items()})
-    wrong = [f"{name} is in the plan only" for name in wanted if name not in found]
-    wrong += [f"{name} is in the model only" for name in found if name not in wanted]
-    wrong += [
-        f"{name} has shape {found[name]}, planned was {shape}"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
-    ]
-    modules = {name for name, _ in backend.modules.named_modules(model)}
-    wrong += [f"the unit {unit.name} is no module of the model" for unit in plan.units if unit.name not in modules]
-    if wrong:
-        raise ConfigError(f"this plan was made for another model ({plan.model_class}): " + "; ".join(wrong[:8]))
+    roots = tuple(f"{path}." if path else "" for path, each in paths if unit_of(each) is not None)
+    return {
+        use.name
+        for use in backend.modules.parameter_uses(module)
+        if (id(use.owner), use.attribute) in held and use.name.startswith(roots)
+    }
+
+
+def _asked_placement(shard_placement_fn: Callable[[Parameter], Shard | None] | None) -> PlacementOf:
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise ConfigError(f"fully_shard: shard_placement_fn must be a function, found {shard_placement_fn!r}")
+
+    def placement_of(use: ParameterUse) -> Placement | None:
+        asked = None if shard_placement_fn is None else shard_placement_fn(use.parameter)
+        if asked is None:
+            return Shard(0) if len(use.parameter.shape) else None
+        if not isinstance(asked, Shard):
+            raise ConfigError(
+                "fully_shard: shard_placement_fn must return a hyper_parallel.Shard or None, "
+                f"found {asked!r} for {use.name}"
+            )
+        return asked
+
+    return placement_of
+
+
+def _spec(backend: Backend, use: ParameterUse, placement: Placement | None, mesh: DeviceMesh, rank: int) -> ShardSpec:
+    shape = tuple(int(size) for size in use.parameter.shape)
+    try:
+        on_shard = Layout(DeviceMesh((1,), ("shard",)), {} if placement is None else {"shard": placement}, shape)
+    except LayoutError as error:
+        raise LayoutError(f"fully_shard: {use.name}: {error}") from error
+    split = placement is not None and "shard" in mesh.names
+    layout = Layout(mesh, {"shard": on_shard.placement("shard")} if split else {}, shape)
+    return ShardSpec(use.name, layout, rank, backend.tensors.dtype_name(use.parameter))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Sequence
+from typing import Callable, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
 from hyper_parallel.core.fsdp.spec import ShardSpec
@@ -105,7 +105,7 @@ class ShardedParameter:
 class Gathering:
     """A gather in flight; `wait` returns when the full parameter may be read."""
 
-    def __init__(self, work: Work | None, finish):
+    def __init__(self, work: Work | None, finish: Callable[[], None]):
         self._work = work
         self._finish = finish
 

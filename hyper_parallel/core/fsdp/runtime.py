@@ -7,34 +7,32 @@ from typing import TYPE_CHECKING, Callable, Sequence
 from hyper_parallel.core.backend import Backend, Tensor, Work
 
 if TYPE_CHECKING:
+    from hyper_parallel.core.fsdp.parameter import ShardedParameter
     from hyper_parallel.core.fsdp.unit import Unit
 
 
 class UnitReduction:
     """The gradients of one unit on their way from full and local to sharded and global.
 
-    `shards` holds one tensor per trainable parameter, of its local shape. They are allocated at once, filled by the
+    `shards` holds one tensor per parameter, of its local shape. They are allocated at once, filled by the
     collectives, and final when the reduction is settled. A parameter without a gradient counts as zero: another rank
     may have one.
     """
 
-    def __init__(self, unit: Unit, gradients: Sequence[Tensor | None]):
+    def __init__(self, unit: Unit, parameters: Sequence[ShardedParameter], gradients: Sequence[Tensor | None]):
         self.unit = unit
+        self.parameters = list(parameters)
         self._tensors = unit.backend.tensors
         self.gradients: list[Tensor | None] = list(gradients)
         self.works: list[Work] = []
-        self.outputs = [
-            self._tensors.empty((parameter.spec.piece_numel,), parameter.spec.dtype) for parameter in unit.trainable
-        ]
+        self.outputs = [self._tensors.empty((each.spec.piece_numel,), each.spec.dtype) for each in self.parameters]
         self.shards = [
-            self._tensors.alias(output, 0, parameter.spec.local_shape)
-            for parameter, output in zip(unit.trainable, self.outputs)
+            self._tensors.alias(output, 0, each.spec.local_shape) for each, output in zip(self.parameters, self.outputs)
         ]
 
     def full_gradient(self, index: int) -> Tensor:
-        """The gradient of a trainable parameter as autograd gave it; zeros when it gave none."""
-        gradient = self.gradients[index]
-        spec = self.unit.trainable[index].spec
+        """The gradient of a parameter as autograd gave it; zeros when it gave none."""
+        gradient, spec = self.gradients[index], self.parameters[index].spec
         return self._tensors.zeros(spec.shape, spec.dtype) if gradient is None else gradient
 
     def wait(self) -> None:
@@ -66,7 +64,7 @@ class BackendRuntime:
         """One reduce-scatter a parameter; a whole parameter on several shard ranks takes an all-reduce."""
         unit, collectives = reduction.unit, self._backend.collectives
         with self._backend.autograd.no_grad():
-            for index, (parameter, output) in enumerate(zip(unit.trainable, reduction.outputs)):
+            for index, (parameter, output) in enumerate(zip(reduction.parameters, reduction.outputs)):
                 gradient = reduction.full_gradient(index)
                 if parameter.spec.is_whole:
                     self._copy(output, gradient)
@@ -103,7 +101,7 @@ class BackendRuntime:
                 for index, output in enumerate(reduction.outputs):
                     self._copy(output, reduction.full_gradient(index))
                 reduction.gradients = []
-            for parameter, shard in zip(reduction.unit.trainable, reduction.shards):
+            for parameter, shard in zip(reduction.parameters, reduction.shards):
                 self._backend.autograd.deliver(parameter.parameter, shard)
 
     def in_backward(self) -> bool:

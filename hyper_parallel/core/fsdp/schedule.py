@@ -96,6 +96,7 @@ class Schedule:
         that no backward followed) is out of date."""
         if not self._runtime.in_backward():
             self._forwards.clear()
+            self._abandon()
             self._forget_backward()
             self._free_all()
 
@@ -104,10 +105,13 @@ class Schedule:
         self._forwards[unit] += 1
         self._gather(unit)
 
-    def after_forward(self, unit: ScheduledUnit, recording: bool) -> None:
-        """A module has run. In a recompute its parameters stay: the backward of the same module comes next."""
+    def after_forward(self, unit: ScheduledUnit, recording: bool, watched: bool = True) -> None:
+        """A module has run. In a recompute its parameters stay: the backward of the same module comes next.
+
+        So they do after a recorded forward whose outputs can't be watched: nothing would gather them for backward.
+        """
         self._forwards[unit] -= 1
-        wanted = recording and not unit.reshard_after_forward
+        wanted = recording and not (unit.reshard_after_forward and watched)
         if self._forwards[unit] <= 0 and not wanted and not self._runtime.in_backward():
             self._free(unit)
 
@@ -168,6 +172,13 @@ class Schedule:
         for reduction in parked:
             self._runtime.wait_all_reduce(reduction)
             self._runtime.settle(reduction)
+
+    def _abandon(self) -> None:
+        """What an exception has left in flight must come to an end before its ranks communicate again."""
+        if self._previous is not None:
+            self._runtime.wait_reduce_scatter(self._previous)
+        for reduction in self._parked:
+            self._runtime.wait_all_reduce(reduction)
 
     def _gather(self, unit: ScheduledUnit) -> None:
         if unit not in self._gathered:

@@ -22,7 +22,6 @@ class ShardSpec:
     layout: Layout
     rank: int
     dtype: str
-    trainable: bool
 
     @cached_property
     def dim(self) -> int | None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Iterator, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, Module, Tensor
+from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.parameter import ShardedParameter
 from hyper_parallel.core.fsdp.runtime import BackendRuntime, UnitReduction
 from hyper_parallel.core.fsdp.schedule import Schedule
 
 _ATTRIBUTE = "_hyper_parallel_unit"
+_NO_COPY = (
+    "a sharded model can't be copied or pickled, this process holds only a part of it; "
+    "copy before sharding, restore first, or keep hyper_parallel.full_parameters(model)"
+)
 
 
 class Unit:
@@ -33,7 +39,6 @@ class Unit:
         self.name = name
         self.module = module
         self.parameters = list(parameters)
-        self.trainable = [each for each in parameters if each.spec.trainable]
         self.shard_group = shard_group
         self.replica_group = replica_group
         self.needs_reduction = shard_group.size > 1 or replica_group.size > 1
@@ -42,7 +47,8 @@ class Unit:
         self._schedule: Schedule | None = None
         self._below: list[Unit] | None = None  # all units of the tree, on the root only
         self._calls: list[_Call | None] = []  # running forwards, innermost last; None where nothing is recorded
-        self._attached: list[Tensor] | None = None
+        self._attached: tuple[list[ShardedParameter], list[Tensor]] | None = None
+        self._detached = False
         self._hooks = [
             backend.modules.before_forward(module, self._enter),
             backend.modules.after_forward(module, self._leave),
@@ -62,10 +68,17 @@ class Unit:
 
     def detach(self) -> None:
         """Take the hooks away; the parameters stay as they are."""
+        self._detached = True
         self.hide()
         for hook in self._hooks:
             hook.remove()
         vars(self.module).pop(_ATTRIBUTE, None)
+
+    def __deepcopy__(self, memo: dict) -> Unit:
+        raise ConfigError(_NO_COPY)
+
+    def __reduce__(self) -> tuple:
+        raise ConfigError(_NO_COPY)
 
     def reset(self) -> None:
         """Forget calls that never came to an end because of an exception."""
@@ -94,23 +107,30 @@ class Unit:
         self.show()
 
     def _leave(self, output: Any) -> None:
+        if not self._calls:
+            raise ConfigError(
+                f"{type(self.module).__name__} calls itself, which the module of the outermost unit must not do; "
+                "make a module around it the outermost"
+            )
         call = self._calls.pop()
-        if call is not None:
-            call.watch_outputs(output)
-        self.schedule.after_forward(self, recording=call is not None)
+        watched = call is None or call.watch_outputs(output)
+        self.schedule.after_forward(self, recording=call is not None, watched=watched)
 
     def show(self) -> None:
         """Let modules see the full parameters until they are freed; recorded ones come out of one autograd node.
 
         In backward too, where nothing is recorded but a recompute inside the unit may run its modules again.
         """
-        recorded = self._recorded()
-        if recorded is None:
-            recorded = [each.full() for each in self.trainable]
-        frozen = [each for each in self.parameters if not each.spec.trainable]
-        seen = list(zip(self.trainable, recorded)) + [(each, each.full()) for each in frozen]
-        for parameter, tensor in seen:
-            for use in parameter.uses:
+        parameters, tensors = self._recorded()
+        seen = dict(zip(map(id, parameters), tensors))
+        for each in self.parameters:
+            tensor = seen[id(each)] if id(each) in seen else each.full()
+            for use in each.uses:
+                if self.backend.modules.registered(use.owner, use.attribute) is not each.parameter:
+                    raise ConfigError(
+                        f"the parameter {use.name} was replaced after it had been sharded; "
+                        "copy values into it instead, or restore the model first"
+                    )
                 self.backend.modules.shadow(use.owner, use.attribute, tensor)
 
     def hide(self) -> None:
@@ -119,20 +139,40 @@ class Unit:
             for use in parameter.uses:
                 self.backend.modules.unshadow(use.owner, use.attribute)
 
-    def _recorded(self) -> list[Tensor] | None:
-        """Full tensors with a history. One node serves all calls until it has run, so a unit is reduced once."""
-        autograd = self.backend.autograd
-        if self._attached is None and self.trainable and autograd.grad_enabled():
-            self._attached = autograd.attach(
-                [each.parameter for each in self.trainable], [each.full() for each in self.trainable], self._reduce
-            )
-        return self._attached if autograd.grad_enabled() or autograd.in_backward() else None
+    def _recorded(self) -> tuple[list[ShardedParameter], list[Tensor]]:
+        """What is trainable now, with a history.
 
-    def _reduce(self, gradients: list[Tensor | None]) -> list[Tensor]:
+        One node serves all calls until it has run, so a unit is reduced once.
+        """
+        autograd = self.backend.autograd
+        if not autograd.grad_enabled():
+            return self._attached if self._attached is not None and autograd.in_backward() else ([], [])
+        trainable = [each for each in self.parameters if self.backend.modules.is_trainable(each.parameter)]
+        if not trainable:
+            return [], []
+        if self._attached is None or self._attached[0] != trainable:
+
+            def reduce(gradients: list[Tensor | None]) -> list[Tensor]:
+                return self._reduce(trainable, gradients)
+
+            fulls = [each.full() for each in trainable]
+            self._attached = trainable, autograd.attach([each.parameter for each in trainable], fulls, reduce)
+        return self._attached
+
+    def _reduce(self, parameters: list[ShardedParameter], gradients: list[Tensor | None]) -> list[Tensor]:
+        self.check_attached()
         self._attached = None
-        reduction = UnitReduction(self, gradients)
+        reduction = UnitReduction(self, parameters, gradients)
         self.schedule.gradients_ready(reduction)
         return reduction.shards
+
+    def check_attached(self) -> None:
+        """Refuse to go on with a graph from before `restore`."""
+        if self._detached:
+            raise ConfigError(
+                f"the model was restored between the forward and the backward of {self.name or 'its outermost unit'}; "
+                "run the forward again"
+            )
 
 
 class _Call:
@@ -144,17 +184,21 @@ class _Call:
     def __init__(self, unit: Unit, inputs: Any):
         self._unit = unit
         self._backward: int | None = None  # the pass in which an output was reached
-        watched = list(_recorded_tensors(unit.backend, inputs))
+        watched = [each for each in _tensors_in(unit.backend, inputs) if unit.backend.autograd.requires_grad(each)]
         self._inputs = self._missing = len(watched)
         for tensor in watched:
             unit.backend.autograd.on_gradient(tensor, self._input_done)
 
-    def watch_outputs(self, outputs: Any) -> None:
-        """Hear of the first gradient that reaches an output."""
-        for tensor in _recorded_tensors(self._unit.backend, outputs):
-            self._unit.backend.autograd.on_gradient(tensor, self._output_reached)
+    def watch_outputs(self, outputs: Any) -> bool:
+        """Hear of the first gradient that reaches an output; False when there is no tensor to watch."""
+        tensors = list(_tensors_in(self._unit.backend, outputs))
+        for tensor in tensors:
+            if self._unit.backend.autograd.requires_grad(tensor):
+                self._unit.backend.autograd.on_gradient(tensor, self._output_reached)
+        return bool(tensors)
 
     def _output_reached(self) -> None:
+        self._unit.check_attached()
         schedule = self._unit.schedule
         if self._backward != schedule.backward_number:
             self._backward, self._missing = schedule.backward_number, self._inputs
@@ -173,26 +217,29 @@ def unit_of(module: Module) -> Unit | None:
 
 
 def units_of(backend: Backend, module: Module) -> Iterator[Unit]:
-    """Every unit on a module and below, parents before children."""
+    """Every unit on a module and below once, parents before children."""
+    seen: set[int] = set()
     for _, each in backend.modules.named_modules(module):
         unit = unit_of(each)
-        if unit is not None:
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
             yield unit
 
 
-def _recorded_tensors(backend: Backend, tree: Any) -> Iterator[Tensor]:
-    """Tensors of a nest of tuples, lists and mappings to which gradients will flow, each once."""
+def _tensors_in(backend: Backend, tree: Any) -> Iterator[Tensor]:
+    """The tensors of a nest of tuples, lists, mappings and dataclasses, each once."""
     seen: set[int] = set()
     waiting = [tree]
     while waiting:
         value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if backend.tensors.is_tensor(value):
-            if id(value) not in seen and backend.autograd.requires_grad(value):
-                seen.add(id(value))
-                yield value
-        elif isinstance(value, dict):
+            yield value
+        elif isinstance(value, Mapping):
             waiting.extend(value.values())
         elif isinstance(value, (tuple, list)):
             waiting.extend(value)
-        elif hasattr(value, "__dataclass_fields__"):
-            waiting.extend(vars(value).values())
+        elif is_dataclass(value) and not isinstance(value, type):
+            waiting.extend(getattr(value, each.name, None) for each in fields(value))

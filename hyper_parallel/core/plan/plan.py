@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Mapping
 
+import numpy as np
 import yaml
 
 from hyper_parallel.core.errors import LayoutError, PlanError
@@ -17,8 +18,6 @@ from hyper_parallel.core.placement import Placement, parse_placement
 
 FORMAT = 1
 """Version of the YAML form."""
-
-ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class ParameterPlan:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        return ITEM_BYTES.get(self.dtype, 1)
+        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class ShardingPlan:
             if values["format"] != FORMAT:
                 raise PlanError(f"a plan of format {values['format']!r} can't be read; this version reads {FORMAT}")
             mesh = DeviceMesh(tuple(values["mesh"].values()), tuple(values["mesh"]), values["ranks"])
-            units = tuple(UnitPlan(unit["name"], unit["reshard_after_forward"]) for unit in values["units"])
+            units = tuple(_unit_from(unit) for unit in values["units"])
             parameters = tuple(
                 ParameterPlan(
                     name=name,
@@ -142,7 +141,7 @@ class ShardingPlan:
             return cls(values["model"], mesh, units, parameters, dict(values["tied"]), tuple(values["notes"]))
         except KeyError as error:
             raise PlanError(f"a plan needs the key {error}, which is missing") from error
-        except (AttributeError, TypeError, LayoutError) as error:
+        except (AttributeError, TypeError, ValueError, LayoutError) as error:
             raise PlanError(f"this is not a sharding plan: {error}") from error
 
     def save(self, path: str | os.PathLike) -> None:
@@ -166,3 +165,10 @@ class ShardingPlan:
         if not isinstance(values, Mapping):
             raise PlanError(f"the plan {path} holds no mapping")
         return cls.from_dict(values)
+
+
+def _unit_from(values: Mapping[str, Any]) -> UnitPlan:
+    reshard = values["reshard_after_forward"]
+    if not isinstance(reshard, bool):
+        raise PlanError(f"unit {values['name']!r}: reshard_after_forward is {reshard!r}, write true or false")
+    return UnitPlan(values["name"], reshard)

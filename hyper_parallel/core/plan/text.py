@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Sequence
 
+from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 
 
@@ -30,7 +31,7 @@ def unit_cost(plan: ShardingPlan, unit: str, reshard_after_forward: bool) -> Uni
     local = gathered = all_gather = reduce_scatter = all_reduce = 0
     for each in plan.members(unit):
         piece = _piece_bytes(plan, each)
-        split = bool(each.placements) and shards > 1
+        split = isinstance(each.placements.get("shard"), Shard) and shards > 1
         local += piece
         gathered += each.numel * each.item_bytes
         if split:
