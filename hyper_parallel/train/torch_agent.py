@@ -21,6 +21,7 @@ def main() -> int:
 
     # "standalone" finds a free port by itself; the short interval lets a failed rank end the others at once.
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", "--monitor-interval=0.1"]
+    options.append(f"--log-dir={job.folder / 'torchelastic'}")  # not a folder of its own that nobody removes
     try:
         run.run(run.parse_args([*options, "-m", "hyper_parallel.train.worker", str(job.folder)]))
     except ChildFailedError as error:

@@ -44,12 +44,12 @@ def test_a_parameter_tied_across_blocks_belongs_to_the_model():
     assert made["layers.0.w"].unit == "" and made["layers.1.v"].unit == "layers.1"
 
 
-def test_scalars_stay_whole_and_small_parameters_are_noted():
-    made = plan(description(("scale", ()), ("one", (1, 3)), ("two", (2,))), MESH)
+def test_scalars_stay_whole_and_small_parameters_are_noted_once_a_kind():
+    made = plan(description(("scale", ()), ("one", (1, 3)), ("two", (2,)), ("other", (1,))), MESH)
     assert made["scale"].placements == {}
     assert made.notes == (
-        "scale is a scalar: every rank keeps it whole.",
-        "one has 1 row for a shard axis of 2: 1 of 2 ranks hold nothing of it.",
+        "scale: a scalar, which every rank keeps whole.",
+        "one and 1 more: 1 row for a shard axis of 2: 1 of 2 ranks hold nothing.",
     )
 
 

@@ -201,8 +201,22 @@ def test_after_an_exception_the_next_step_starts_afresh(broken_in):
         model.schedule.before_backward(model.root)
         model.schedule.gradients_ready(FakeReduction(model.blocks["2"]))
         model.runtime.callbacks.clear()
+    in_flight = [event for event in model.events if event.startswith("issue")]
     model.forward(["1", "2"])
+    waited = [event for event in model.events if event.startswith("wait")]
+    assert waited == [event.replace("issue", "wait") for event in in_flight], "ranks communicate in step again"
     model.events.clear()
     model.backward(["1", "2"])
     assert not model.runtime.gathered
     assert model.events.count("settle 1") == model.events.count("settle 2") == 1
+
+
+def test_a_module_whose_outputs_can_not_be_watched_stays_gathered_until_the_settlement():
+    model = Model(["1"])
+    unit = model.blocks["1"]
+    model.schedule.before_root_forward()
+    model.schedule.before_forward(unit)
+    model.schedule.after_forward(unit, recording=True, watched=False)
+    assert model.schedule.is_gathered(unit)
+    model.schedule.end_of_backward()
+    assert not model.schedule.is_gathered(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable
+from typing import Iterable, Iterator
 
 from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.layout import chunk_bounds
@@ -62,17 +62,23 @@ def _plan_parameter(parameter: ParameterDescription, mesh: DeviceMesh, unit: str
     return ParameterPlan(parameter.name, parameter.shape, parameter.dtype, parameter.trainable, placements, unit)
 
 
-def _notes(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> Iterable[str]:
+def _notes(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> Iterator[str]:
+    """What is split so that some ranks hold nothing, or not at all: a sentence for each kind."""
     size = mesh.axis_size("shard")
+    if size == 1:
+        return
+    kinds: dict[str, list[str]] = {}
     for each in parameters:
-        if size == 1:
-            return
         if not each.shape:
-            yield f"{each.name} is a scalar: every rank keeps it whole."
+            kinds.setdefault("a scalar, which every rank keeps whole", []).append(each.name)
             continue
-        empty = [index for index in range(size) if chunk_bounds(each.shape[0], size, index)[0] == each.shape[0]]
+        rows = each.shape[0]
+        empty = sum(start == stop for start, stop in (chunk_bounds(rows, size, index) for index in range(size)))
         if empty:
-            rows = "1 row" if each.shape[0] == 1 else f"{each.shape[0]} rows"
-            yield (
-                f"{each.name} has {rows} for a shard axis of {size}: {len(empty)} of {size} ranks hold nothing of it."
+            kind = (
+                f"{rows} row{'' if rows == 1 else 's'} for a shard axis of {size}: {empty} of {size} ranks hold nothing"
             )
+            kinds.setdefault(kind, []).append(each.name)
+    for kind, names in kinds.items():
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{names[0]}{others}: {kind}."
