@@ -291,13 +291,7 @@ class Modules(Protocol):
         the object."""
 
     def registered(self, owner: Module, attribute: str) -> Parameter | None:
-        """The parameter that `owner` has registered under `attribute`, shadowed or not."""
-
-    def shadow(self, owner: Module, attribute: str, tensor: Tensor) -> None:
-        """Let `owner.attribute` read `tensor` while the registered parameter stays what it is."""
-
-    def unshadow(self, owner: Module, attribute: str) -> None:
-        """End `shadow`; harmless when there is none."""
+        """The parameter that `owner` has registered under `attribute`, whatever its instance dictionary shows."""
 
     def before_forward(self, module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
         """Call `hook(args, kwargs)` before each forward of `module`, and before the user's own hooks."""

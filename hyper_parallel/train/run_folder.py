@@ -1,12 +1,12 @@
 """What a run leaves behind.
 
-    config.yaml          the settings, all of them
-    plan.yaml            the sharding plan
-    metrics.jsonl        one JSON object a step
-    tensorboard/         the same as TensorBoard events
-    loss.png             the loss curve
-    model.safetensors    the final parameters, whole
-    summary.json         the figures of the whole run
+config.yaml          the settings, all of them
+plan.yaml            the sharding plan
+metrics.jsonl        one JSON object a step
+tensorboard/         the same as TensorBoard events
+loss.png             the loss curve
+model.safetensors    the final parameters, whole
+summary.json         the figures of the whole run
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def screen_on(stream: TextIO | None) -> Screen:
 
 def bytes_text(count: float) -> str:
     """A number of bytes in the unit that fits: "512 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
+    for unit in ("bytes", "KiB", "MiB", "GiB"):  # noqa: B007 (the last one is used below)
         if count < 1024:
             break
         count /= 1024

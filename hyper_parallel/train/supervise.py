@@ -53,9 +53,7 @@ class Processes:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def start(
-        self, name: str, arguments: Sequence[str], rank: int | None = None, silent_agent: bool = False
-    ) -> None:
+    def start(self, name: str, arguments: Sequence[str], rank: int | None = None, silent_agent: bool = False) -> None:
         """Run this Python with `arguments`.
 
         `rank` if the process is one, None for an agent with ranks below it; a silent one does not report what became

@@ -90,7 +90,6 @@ class Case:
             holds = [tensors.to_numpy(buffer)[MARGIN:-MARGIN] for buffer in self._buffers]
             assert any(np.array_equal(part, expected.astype(part.dtype).ravel()) for part in holds), str(self)
 
-
     def expect_unchanged(self, tensor: Tensor, expected: np.ndarray) -> None:
         """An input still has its values."""
         found = self.backend.tensors.to_numpy(tensor)

@@ -164,7 +164,5 @@ def test_ranks_that_msrun_has_started_train_together(tmp_path: Path) -> None:
 
 
 def _launched(command: list[str], cwd: Path) -> None:
-    ended = subprocess.run(
-        command, cwd=cwd, env=runs.environment(cwd), capture_output=True, text=True, timeout=150
-    )
+    ended = subprocess.run(command, cwd=cwd, env=runs.environment(cwd), capture_output=True, text=True, timeout=150)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,7 +1,7 @@
 """MindSpore's tensors as the core sees them: in-place functions that change something, aliases, storage that comes
 and goes."""
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 (our backend first: it sets launch_blocking)
 
 import gc
 

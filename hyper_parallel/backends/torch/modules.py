@@ -69,16 +69,6 @@ def registered(owner: Module, attribute: str) -> Parameter | None:
     return owner._parameters.get(attribute)
 
 
-def shadow(owner: Module, attribute: str, tensor: Tensor) -> None:
-    """See `core.backend.Modules`. The instance dictionary comes before `Module.__getattr__`."""
-    owner.__dict__[attribute] = tensor
-
-
-def unshadow(owner: Module, attribute: str) -> None:
-    """See `core.backend.Modules`."""
-    owner.__dict__.pop(attribute, None)
-
-
 def before_forward(module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
     """See `core.backend.Modules`."""
     return module.register_forward_pre_hook(partial(_before, hook), with_kwargs=True, prepend=True)

@@ -131,13 +131,14 @@ class Unit:
                         f"the parameter {use.name} was replaced after it had been sharded; "
                         "copy values into it instead, or restore the model first"
                     )
-                self.backend.modules.shadow(use.owner, use.attribute, tensor)
+                # Python looks an attribute up here before it asks the module for its registered parameter.
+                vars(use.owner)[use.attribute] = tensor
 
     def hide(self) -> None:
         """Let modules see the shards again."""
         for parameter in self.parameters:
             for use in parameter.uses:
-                self.backend.modules.unshadow(use.owner, use.attribute)
+                vars(use.owner).pop(use.attribute, None)
 
     def _recorded(self) -> tuple[list[ShardedParameter], list[Tensor]]:
         """What is trainable now, with a history.
