@@ -22,6 +22,17 @@ Parameter = Any
 Module = Any
 
 
+class Move(NamedTuple):
+    """A strided copy between two flat tensors: element `[i, j, ...]` of the box goes from
+    `source_start + i * source_strides[0] + ...` to `target_start + i * target_strides[0] + ...`. Counted in elements."""
+
+    sizes: tuple[int, ...]
+    target_start: int
+    target_strides: tuple[int, ...]
+    source_start: int
+    source_strides: tuple[int, ...]
+
+
 class Tensors(Protocol):
     """Tensors without autograd. Every function that ends in `_` changes its first argument in place, really."""
 
@@ -68,6 +79,21 @@ class Tensors(Protocol):
 
     def add_(self, tensor: Tensor, other: Tensor) -> None:
         """Add `other`, of the same shape, to a contiguous tensor, possibly an alias, in place."""
+
+    def move_(self, target: Tensor, source: Tensor, moves: Sequence[Move]) -> None:
+        """Copy boxes of elements from `source` to `target`: contiguous, of one dtype, over different memory. One copy for
+        each move; nothing else of `target` is touched."""
+
+    def reduce_rows(self, tensor: Tensor, rows: int, op: str) -> Tensor:
+        """A new 1-D tensor of n elements from the `rows * n` of a 1-D one: "sum", "max" or "min" over the rows, in
+        row order. Half precision is summed in float32 and rounded once. NaN wins a max or a min."""
+
+    def tie_shares(self, tensor: Tensor, rows: int, result: Tensor) -> Tensor:
+        """For a 1-D floating `tensor` of `rows * n` elements and `result` (n), its max or min over the rows: a new 1-D tensor
+        of `rows * n` that is 0 where a row differs from `result`, else 1 over the number of rows that don't."""
+
+    def multiply_rows(self, tensor: Tensor, rows: int, row: Tensor) -> Tensor:
+        """A new 1-D tensor: each of the `rows` rows of the 1-D `tensor` (`rows * n`) times the 1-D `row` (n)."""
 
     def chunk_rows(self, tensor: Tensor, dim: int, pieces: Sequence[int]) -> list[Tensor]:
         """Contiguous copies of consecutive pieces along `dim`, of the given lengths (zero allowed)."""
@@ -142,7 +168,8 @@ class Collectives(Protocol):
     def groups(self, partition: Sequence[Sequence[int]]) -> Group | None:
         """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
 
-        Called by every rank with the same partition in the same order; process groups are made once and reused."""
+        Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
+        groups are made once and reused."""
 
     def all_gather(self, output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Work:
         """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
@@ -222,6 +249,18 @@ class Autograd(Protocol):
         When the gradients of all of them are complete, `on_gradients` gets them (None where nothing flowed; each
         of the full shape) and returns one tensor per parameter, of the parameter's shape, that holds the
         parameter's gradient at the latest when the callbacks of `queue_final_callback` have run."""
+
+    def differentiable(
+        self,
+        tensor: Tensor,
+        forward: Callable[[Tensor], tuple[Tensor, Any]],
+        backward: Callable[[Tensor, Any], Tensor],
+    ) -> Tensor:
+        """The result of `forward(tensor)`, recorded as one operation when `tensor` takes part in autograd.
+
+        `forward` runs without recording and returns the result (any shape, over any memory but that of an input that
+        it changes) and what it keeps for backward. `backward(gradient, kept)` runs without recording, once for each
+        backward, and returns the gradient of `tensor`, of its shape. Where nothing is recorded, nothing is kept."""
 
     def deliver(self, parameter: Parameter, gradient: Tensor) -> None:
         """Hand a finished gradient to the parameter where the engine has not done so already (accumulating)."""
