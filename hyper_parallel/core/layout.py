@@ -3,58 +3,127 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import Mapping, Sequence
+from typing import Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.placement import (
+    PLACEMENTS,
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from hyper_parallel.core.regions import (
+    Box,
+    Interval,
+    Piece,
+    chunk_bounds,
+    pieces_of,
+    pieces_of_range,
+    sizes_of,
+    take,
+    take_of_blocks,
+    total,
+)
+
+Placements = Sequence[Placement] | Mapping[str, Placement]
+"""One placement for each mesh axis in order, or `{axis name: placement}` where what is not named is replicated."""
 
 
-def chunk_bounds(length: int, pieces: int, index: int) -> tuple[int, int]:
-    """Start and stop of piece `index` when `length` is split by ceil-chunk into `pieces`; may be empty."""
-    chunk = -(-length // pieces)
-    return min(index * chunk, length), min((index + 1) * chunk, length)
+class Cut(NamedTuple):
+    """One mesh axis's split of a tensor dim, or of several leading ones."""
+
+    axis: int
+    blocks: int = 1
+    ragged: RaggedShard | None = None
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, eq=False)
 class Layout:
     """A mesh, a placement for each of its axes, and a global shape.
 
-    Two axes that shard one tensor dim split it left to right: the outer axis first, the inner one inside each piece.
+    Axes that shard one tensor dim split it left to right: the outer axis first, the inner one inside each piece.
+    `StridedShard` says that an axis comes later than its place in the mesh. An axis of size one splits nothing.
+
+    A layout also says how the tensor's gradient lies. By default the gradient of a replicated tensor is replicated, that of
+    a shard is the same shard, and that of a partial sum is replicated; of an average, a maximum or a minimum every rank
+    gets its share, so the gradient is a partial sum. A replicated tensor whose ranks each see only a part of the loss (the
+    input of a column-parallel linear) has a gradient that is a partial sum: `gradient={"tensor": Partial()}` says so.
 
     Args:
         mesh: the device mesh.
         placements: one per mesh axis in order, or `{axis name: placement}` where what is not named is replicated.
         shape: the global shape; sizes of zero and 0-d tensors are fine.
+        gradient: `{axis name: Replicate() or Partial()}` for replicated axes; the default above where not named.
 
     Raises:
-        LayoutError: an axis that the mesh lacks, a dim that the tensor lacks, or a wrong number of placements.
+        LayoutError: an axis that the mesh lacks, a dim that the tensor lacks, a wrong number of placements, or a
+            combination that has no meaning; the message names the axis and the dim.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
+    gradient_placements: tuple[Placement, ...]
 
     def __init__(
-        self, mesh: DeviceMesh, placements: Sequence[Placement] | Mapping[str, Placement], shape: Sequence[int]
+        self,
+        mesh: DeviceMesh,
+        placements: Placements,
+        shape: Sequence[int],
+        gradient: Mapping[str, Placement] | None = None,
     ):
-        shape = tuple(int(size) for size in shape)
-        if isinstance(placements, Mapping):
-            placements = _by_axis(mesh, placements)
-        placements = tuple(placements)
-        if len(placements) != len(mesh.names):
-            raise LayoutError(f"the mesh {mesh} needs {len(mesh.names)} placements, found {len(placements)}")
-        resolved = tuple(_resolve(placement, axis, shape) for placement, axis in zip(placements, mesh.names))
+        shape = _checked_shape(shape)
+        resolved = tuple(
+            _resolve(placement, axis, size, shape)
+            for placement, axis, size in zip(_in_order(mesh, placements), mesh.names, mesh.shape)
+        )
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", resolved)
         object.__setattr__(self, "shape", shape)
+        _check_partial(self)
+        object.__setattr__(self, "cuts", _cuts(self))
+        object.__setattr__(self, "gradient_placements", _gradient_placements(self, gradient or {}))
+        object.__setattr__(self, "_hash", hash((mesh, resolved, shape, self.gradient_placements)))
+        object.__setattr__(self, "_pieces", {})
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or self._hash != other._hash:
+            return False
+        return (self.placements, self.shape, self.gradient_placements, self.mesh) == (
+            other.placements,
+            other.shape,
+            other.gradient_placements,
+            other.mesh,
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple:
+        return Layout, (self.mesh, self.placements, self.shape, dict(zip(self.mesh.names, self.gradient_placements)))
 
     def __str__(self) -> str:
-        on_axes = ", ".join(f"{axis}: {placement}" for axis, placement in zip(self.mesh.names, self.placements))
-        return f"{list(self.shape)} on ({on_axes})"
+        text = f"{list(self.shape)} on ({_on_axes(self.mesh, self.placements)})"
+        usual = tuple(map(usual_gradient, self.placements))
+        if self.gradient_placements == usual:
+            return text
+        return f"{text} with gradient on ({_on_axes(self.mesh, self.gradient_placements)})"
+
+    @cached_property
+    def gradient(self) -> Layout:
+        """The layout of the gradient."""
+        return Layout(self.mesh, self.gradient_placements, self.shape)
 
     def placement(self, axis: str) -> Placement:
         """The placement along a mesh axis; replicated along an axis that the mesh does not have."""
@@ -63,75 +132,311 @@ class Layout:
         self.mesh.axis_size(axis)  # refuses a name that is no axis
         return Replicate()
 
-    def slices(self, rank: int) -> tuple[slice, ...]:
-        """The global slices, one per tensor dim, of what a rank holds. Their sizes are the local shape."""
-        here = self.mesh.coordinates(rank)
-        bounds = [(0, size) for size in self.shape]
-        for axis, size, placement in zip(self.mesh.names, self.mesh.shape, self.placements):
-            if isinstance(placement, Shard):
-                start, stop = bounds[placement.dim]
-                first, last = chunk_bounds(stop - start, size, here[axis])
-                bounds[placement.dim] = (start + first, start + last)
-        return tuple(slice(start, stop) for start, stop in bounds)
+    def with_placements(self, placements: Placements) -> Layout:
+        """The same shape on the same mesh with other placements, and the usual gradient."""
+        return Layout(self.mesh, placements, self.shape)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """The boxes that a rank holds and where each lies in its local tensor, in the order of the local tensor. Empty
+        where it holds nothing. One box, except after a ragged shard of several dims or a strided shard in blocks."""
+        if rank not in self._pieces:
+            self._pieces[rank] = self._make_pieces(self.mesh.place(rank))
+        return self._pieces[rank]
+
+    def boxes(self, rank: int) -> list[Box]:
+        """The global slices, one per tensor dim, of each box that a rank holds."""
+        return [piece.box for piece in self.pieces(rank)]
+
+    def slices(self, rank: int) -> Box:
+        """The global slices, one per tensor dim, of what a rank holds, if that is one box; empty if it is nothing.
+
+        Raises:
+            LayoutError: the rank holds several boxes; `boxes` gives them all.
+        """
+        pieces = self.pieces(rank)
+        if len(pieces) > 1:
+            raise LayoutError(f"rank {rank} holds {len(pieces)} boxes of {self}; use boxes(rank)")
+        if pieces:
+            return pieces[0].box
+        if self._ragged:
+            return (slice(0, 0),) * len(self.shape)
+        place = self.mesh.place(rank)
+        return tuple(slice(*self._intervals(dim, place)[0]) for dim in range(len(self.shape)))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what a rank holds."""
-        return tuple(part.stop - part.start for part in self.slices(rank))
+        """Shape of what a rank holds. Dims that a ragged shard flattens are one dim of it."""
+        place, ragged = self.mesh.place(rank), self._ragged
+        start, stop = self._range(place) if ragged else (0, 0)
+        first = len(ragged.ragged.dims) if ragged else 0
+        others = tuple(total(self._intervals(dim, place)) for dim in range(first, len(self.shape)))
+        return (stop - start, *others) if ragged else others
+
+    def local_numel(self, rank: int) -> int:
+        """Number of elements that a rank holds."""
+        return prod(self.local_shape(rank))
 
     def copies(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same elements of the same summand as `rank`, itself included."""
+        """The ranks that hold the same elements of the same contribution as `rank`, itself included."""
         axes = [axis for axis, placement in zip(self.mesh.names, self.placements) if isinstance(placement, Replicate)]
         return self.mesh.group_of(rank, axes)
 
+    def fill(self, rank: int, make: Callable[[Box], np.ndarray]) -> np.ndarray:
+        """The local array of a rank, from `make(box)`, which gives an array of the box's shape for each of its boxes.
+
+        A rank that holds nothing asks for one empty box, to learn the dtype.
+        """
+        pieces, shape = self.pieces(rank), self.local_shape(rank)
+        if len(pieces) <= 1:
+            box = pieces[0].box if pieces else (slice(0, 0),) * len(self.shape)
+            return np.ascontiguousarray(make(box)).reshape(shape)
+        local = None
+        for piece in pieces:
+            part = make(piece.box)
+            local = np.empty(shape, part.dtype) if local is None else local
+            _view(local, piece)[...] = part
+        return local
+
     def shard(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """What a rank holds of a global array; of a partial value the first rank of the axis holds all, others zero.
+        """What a rank holds of a global array. Of a partial sum the first rank of the axis holds all and the others
+        zeros; of another partial value every rank holds all.
 
         Raises:
             LayoutError: the array is not of the global shape.
         """
+        array = np.asarray(array)
         if array.shape != self.shape:
             raise LayoutError(f"this layout is of shape {self.shape}, found an array of shape {array.shape}")
-        local = array[self.slices(rank)].copy()
-        here = self.mesh.coordinates(rank)
-        pending = [here[axis] for axis, each in zip(self.mesh.names, self.placements) if isinstance(each, Partial)]
-        return np.zeros_like(local) if any(pending) else local
+        local = self.fill(rank, lambda box: array[box].copy())
+        pending = [
+            place
+            for place, placement in zip(self.mesh.place(rank), self.placements)
+            if placement == Partial() and place
+        ]
+        return np.zeros_like(local) if pending else local
 
     def assemble(self, locals_: Sequence[np.ndarray]) -> np.ndarray:
-        """The global array from what every rank holds, in the order of `mesh.ranks`; partial summands are added.
+        """The global array from what every rank holds, in the order of `mesh.ranks`. Pending reductions are carried out;
+        of replicated elements the first copy counts.
 
         Raises:
             LayoutError: a local array is missing or has the wrong shape.
         """
         if len(locals_) != self.mesh.size:
             raise LayoutError(f"the mesh {self.mesh} has {self.mesh.size} ranks, found {len(locals_)} local arrays")
-        result = np.zeros(self.shape, dtype=np.asarray(locals_[0]).dtype)
-        seen = set()
-        for rank, local in zip(self.mesh.ranks, locals_):
+        held = {rank: np.asarray(local) for rank, local in zip(self.mesh.ranks, locals_)}
+        for rank, local in held.items():
             if local.shape != self.local_shape(rank):
                 raise LayoutError(
                     f"rank {rank} holds a local array of shape {self.local_shape(rank)} by {self}, found {local.shape}"
                 )
-            if self.copies(rank)[0] not in seen:
-                seen.add(self.copies(rank)[0])
-                result[self.slices(rank)] += local
+        partial = [axis for axis, each in zip(self.mesh.names, self.placements) if isinstance(each, Partial)]
+        result = np.zeros(self.shape, dtype=held[self.mesh.ranks[0]].dtype)
+        for group in self.mesh.groups(partial):
+            if self.copies(group[0])[0] == group[0]:
+                value = self._reduced([held[rank] for rank in group], partial)
+                for piece in self.pieces(group[0]):
+                    result[piece.box] = _view(value, piece)
         return result
 
-    def local_numel(self, rank: int) -> int:
-        """Number of elements that a rank holds."""
-        return prod(self.local_shape(rank))
+    def _reduced(self, contributions: list[np.ndarray], axes: Sequence[str]) -> np.ndarray:
+        """The value of the contributions of a group along partial axes, which are linear or all of one kind."""
+        if len(contributions) == 1:
+            return contributions[0]
+        ops = [self.placement(axis).op for axis in axes]
+        if ops[0] in ("max", "min"):
+            return (np.maximum if ops[0] == "max" else np.minimum).reduce(contributions)
+        count = prod(self.mesh.axis_size(axis) for axis, op in zip(axes, ops) if op == "avg")
+        if count == 1:
+            return np.add.reduce(contributions)
+        dtype = contributions[0].dtype
+        if not np.issubdtype(dtype, np.inexact):
+            return np.add.reduce(contributions) // count
+        wide = np.promote_types(dtype, np.longdouble)  # so that the average of equal numbers is that number
+        return (np.add.reduce([each.astype(wide) for each in contributions]) / count).astype(dtype)
+
+    @cached_property
+    def _ragged(self) -> Cut | None:
+        """The ragged cut, if there is one."""
+        first = self.cuts[0] if self.cuts else ()
+        return first[0] if first and first[0].ragged else None
+
+    def _range(self, place: Sequence[int]) -> Interval:
+        """What the ragged cut leaves of the flattened leading dims."""
+        cut = self._ragged
+        return cut.ragged.bounds(prod(self.shape[: len(cut.ragged.dims)]), place[cut.axis])
+
+    def _intervals(self, dim: int, place: Sequence[int]) -> list[Interval]:
+        """The intervals of a dim, in local order, at given coordinates."""
+        intervals: list[Interval] = [(0, self.shape[dim])]
+        for axis, blocks, _ in self.cuts[dim]:
+            size = self.mesh.shape[axis]
+            if blocks == 1:
+                intervals = take(intervals, *chunk_bounds(total(intervals), size, place[axis]))
+            else:
+                intervals = take_of_blocks(intervals, blocks, size, place[axis])
+        return intervals
+
+    def _make_pieces(self, place: Sequence[int]) -> list[Piece]:
+        first = len(self._ragged.ragged.dims) if self._ragged else 0
+        others = [self._intervals(dim, place) for dim in range(first, len(self.shape))]
+        if not self._ragged:
+            return pieces_of(others)
+        return pieces_of_range(*self._range(place), self.shape[:first], others)
 
 
-def _by_axis(mesh: DeviceMesh, placements: Mapping[str, Placement]) -> list[Placement]:
-    for axis in placements:
-        if axis not in mesh.names:
-            raise LayoutError(f"a placement names the axis {axis!r}, which the mesh {mesh} does not have")
-    return [placements.get(axis, Replicate()) for axis in mesh.names]
+def usual_gradient(placement: Placement) -> Placement:
+    """What the gradient of a tensor is along an axis, where nothing else is said."""
+    if isinstance(placement, Partial):
+        return Replicate() if placement.op == "sum" else Partial()
+    return placement
 
 
-def _resolve(placement: Placement, axis: str, shape: tuple[int, ...]) -> Placement:
-    if not isinstance(placement, Shard):
-        return placement
-    dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
-    if not 0 <= dim < len(shape):
-        raise LayoutError(f"axis {axis!r}: {placement} names a dim that a tensor of shape {list(shape)} does not have")
-    return Shard(dim)
+def _view(local: np.ndarray, piece: Piece) -> np.ndarray:
+    """The elements of a piece inside a contiguous local array."""
+    flat = local.reshape(-1)
+    return as_strided(
+        flat[piece.start :], sizes_of(piece.box), [stride * flat.itemsize for stride in piece.strides]
+    )
+
+
+def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(size) for size in shape)
+    except TypeError as error:
+        raise LayoutError(f"a shape is a list of sizes, found {shape!r}") from error
+    if min(sizes, default=0) < 0:
+        raise LayoutError(f"a tensor can't have the shape {list(sizes)}; the least size is 0")
+    return sizes
+
+
+def _in_order(mesh: DeviceMesh, placements: Placements) -> tuple[Placement, ...]:
+    if isinstance(placements, Mapping):
+        for axis in placements:
+            if axis not in mesh.names:
+                raise LayoutError(f"a placement names the axis {axis!r}, which the mesh {mesh} does not have")
+        placements = [placements.get(axis, Replicate()) for axis in mesh.names]
+    placements = tuple(placements)
+    if len(placements) != len(mesh.names):
+        raise LayoutError(f"the mesh {mesh} needs {len(mesh.names)} placements, found {len(placements)}")
+    return placements
+
+
+def _resolve(placement: Placement, axis: str, size: int, shape: tuple[int, ...]) -> Placement:
+    """The placement with dims counted from the start."""
+    if not isinstance(placement, PLACEMENTS):
+        raise LayoutError(f"axis {axis!r}: {placement!r} is no placement; write for example Shard(0) or Replicate()")
+    if isinstance(placement, Shard):
+        return Shard(_dim(placement.dim, placement, axis, shape))
+    if isinstance(placement, StridedShard):
+        return StridedShard(_dim(placement.dim, placement, axis, shape), placement.split_factor)
+    if isinstance(placement, RaggedShard):
+        dims = tuple(_dim(dim, placement, axis, shape) for dim in placement.dims)
+        if dims != tuple(range(len(dims))):
+            raise LayoutError(
+                f"axis {axis!r}: {placement} flattens the dims {list(dims)}; they must be the first ones in order, "
+                f"{list(range(len(dims)))}"
+            )
+        if len(placement.local_units) != size:
+            raise LayoutError(
+                f"axis {axis!r}: {placement} on dim 0 gives units for {len(placement.local_units)} ranks, "
+                f"but the axis has {size}"
+            )
+        return RaggedShard(dims, placement.local_units)
+    return placement
+
+
+def _dim(dim: int, placement: Placement, axis: str, shape: tuple[int, ...]) -> int:
+    resolved = dim + len(shape) if dim < 0 else dim
+    if not 0 <= resolved < len(shape):
+        raise LayoutError(
+            f"axis {axis!r}: {placement} names dim {dim}, which a tensor of shape {list(shape)} does not have"
+        )
+    return resolved
+
+
+def _check_partial(layout: Layout) -> None:
+    """Pending reductions along several axes must not depend on their order."""
+    pending = [
+        (axis, placement)
+        for axis, size, placement in zip(layout.mesh.names, layout.mesh.shape, layout.placements)
+        if isinstance(placement, Partial) and size > 1
+    ]
+    kinds = {"linear" if placement.op in ("sum", "avg") else placement.op for _, placement in pending}
+    if len(kinds) > 1:
+        found = " and ".join(f"{placement} on axis {axis!r}" for axis, placement in pending)
+        raise LayoutError(
+            f"{found} can't be pending together: the value depends on which is done first; redistribute one of them before"
+        )
+
+
+def _cuts(layout: Layout) -> tuple[tuple[Cut, ...], ...]:
+    """For each tensor dim, the cuts of it in the order in which they are applied."""
+    orders: list[list[Cut]] = [[] for _ in layout.shape]
+    mesh = layout.mesh
+    for axis in reversed(range(len(mesh.names))):
+        placement = layout.placements[axis]
+        if mesh.shape[axis] == 1:
+            continue
+        if isinstance(placement, Shard):
+            _refuse_beside_ragged(layout, axis, orders, (placement.dim,))
+            orders[placement.dim].insert(0, Cut(axis))
+        elif isinstance(placement, StridedShard):
+            _refuse_beside_ragged(layout, axis, orders, (placement.dim,))
+            _insert_strided(layout, axis, orders[placement.dim])
+        elif isinstance(placement, RaggedShard):
+            _refuse_beside_ragged(layout, axis, orders, placement.dims, all_cuts=True)
+            for dim in placement.dims:
+                orders[dim].append(Cut(axis, 1, placement))
+    return tuple(map(tuple, orders))
+
+
+def _insert_strided(layout: Layout, axis: int, order: list[Cut]) -> None:
+    """Put the cut behind those whose sizes multiply to its split factor."""
+    placement, sizes = layout.placements[axis], layout.mesh.shape
+    before = [prod(sizes[cut.axis] for cut in order[:place]) for place in range(len(order) + 1)]
+    if placement.split_factor in before:
+        order.insert(before.index(placement.split_factor), Cut(axis))
+    elif not order:
+        order.append(Cut(axis, placement.split_factor))
+    else:
+        right = ", ".join(f"{layout.mesh.names[cut.axis]}={sizes[cut.axis]}" for cut in order)
+        raise LayoutError(
+            f"axis {layout.mesh.names[axis]!r}: {placement} does not fit the axes to its right that split dim "
+            f"{placement.dim} ({right}); split_factor is the product of the sizes of those that split first, "
+            f"one of {before}"
+        )
+
+
+def _refuse_beside_ragged(
+    layout: Layout, axis: int, orders: list[list[Cut]], dims: Sequence[int], all_cuts: bool = False
+) -> None:
+    names = layout.mesh.names
+    for dim in dims:
+        other = next((cut for cut in orders[dim] if cut.ragged or all_cuts), None)
+        if other is not None:
+            raise LayoutError(
+                f"axis {names[axis]!r}: {layout.placements[axis]} can't share dim {dim} with "
+                f"{layout.placements[other.axis]} on axis {names[other.axis]!r}; a ragged shard has its dims for itself"
+            )
+
+
+def _gradient_placements(layout: Layout, gradient: Mapping[str, Placement]) -> tuple[Placement, ...]:
+    for axis in gradient:
+        if axis not in layout.mesh.names:
+            raise LayoutError(f"a gradient names the axis {axis!r}, which the mesh {layout.mesh} does not have")
+    placements = []
+    for axis, placement in zip(layout.mesh.names, layout.placements):
+        usual = usual_gradient(placement)
+        asked = gradient.get(axis, usual)
+        free = isinstance(placement, Replicate) and asked in (Replicate(), Partial())
+        if asked != usual and not free:
+            raise LayoutError(
+                f"axis {axis!r}: the gradient of {placement} is {usual}, found {asked}; "
+                "only a replicated tensor has a choice, replicate or partial"
+            )
+        placements.append(asked)
+    return tuple(placements)
+
+
+def _on_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> str:
+    return ", ".join(f"{axis}: {placement}" for axis, placement in zip(mesh.names, placements))

@@ -73,15 +73,27 @@ class DeviceMesh:
         self._check_axes((name,))
         return self.shape[self.names.index(name)] if name in self.names else 1
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """`{axis name: coordinate}` of a global rank.
+    def place(self, rank: int) -> tuple[int, ...]:
+        """The coordinates of a global rank, one for each axis in order.
 
         Raises:
             LayoutError: the rank is not in the mesh.
         """
         if rank not in self._position:
             raise LayoutError(f"rank {rank} is not in the mesh {self}, which holds the ranks {_short(self.ranks)}")
-        return dict(zip(self.names, map(int, np.unravel_index(self._position[rank], self.shape))))
+        position, place = self._position[rank], []
+        for size in reversed(self.shape):
+            position, coordinate = divmod(position, size)
+            place.append(coordinate)
+        return tuple(reversed(place))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """`{axis name: coordinate}` of a global rank.
+
+        Raises:
+            LayoutError: the rank is not in the mesh.
+        """
+        return dict(zip(self.names, self.place(rank)))
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Coordinate of a global rank along one axis; 0 along an axis that the mesh does not have."""

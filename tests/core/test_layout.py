@@ -72,7 +72,7 @@ def test_other_text_is_refused(text):
 
 def test_illegal_layouts_name_the_axis_and_the_dim():
     mesh = DeviceMesh((2,), ("shard",))
-    with pytest.raises(LayoutError, match=r"axis 'shard': shard\(1\) names a dim that a tensor of shape \[4\]"):
+    with pytest.raises(LayoutError, match=r"axis 'shard': shard\(1\) names dim 1, which a tensor of shape \[4\] does not have"):
         Layout(mesh, [Shard(1)], (4,))
     with pytest.raises(LayoutError, match="axis 'tensor'"):
         Layout(mesh, {"tensor": Shard(0)}, (4,))
