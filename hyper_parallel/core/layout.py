@@ -294,9 +294,7 @@ def usual_gradient(placement: Placement) -> Placement:
 def _view(local: np.ndarray, piece: Piece) -> np.ndarray:
     """The elements of a piece inside a contiguous local array."""
     flat = local.reshape(-1)
-    return as_strided(
-        flat[piece.start :], sizes_of(piece.box), [stride * flat.itemsize for stride in piece.strides]
-    )
+    return as_strided(flat[piece.start :], sizes_of(piece.box), [stride * flat.itemsize for stride in piece.strides])
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

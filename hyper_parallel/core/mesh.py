@@ -73,15 +73,19 @@ class DeviceMesh:
         self._check_axes((name,))
         return self.shape[self.names.index(name)] if name in self.names else 1
 
-    def place(self, rank: int) -> tuple[int, ...]:
-        """The coordinates of a global rank, one for each axis in order.
+    def position(self, rank: int) -> int:
+        """The place of a global rank in `ranks`.
 
         Raises:
             LayoutError: the rank is not in the mesh.
         """
         if rank not in self._position:
             raise LayoutError(f"rank {rank} is not in the mesh {self}, which holds the ranks {_short(self.ranks)}")
-        position, place = self._position[rank], []
+        return self._position[rank]
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """The coordinates of a global rank, one for each axis in order; see `position` for errors."""
+        position, place = self.position(rank), []
         for size in reversed(self.shape):
             position, coordinate = divmod(position, size)
             place.append(coordinate)

@@ -82,7 +82,9 @@ class RaggedShard:
             for unit in _several(self.local_units, "the local units of a ragged shard")
         )
         if not dims:
-            raise LayoutError("a ragged shard names no dim; write at least the first one, as in ragged_shard([0], [1, 2])")
+            raise LayoutError(
+                "a ragged shard names no dim; write at least the first one, as in ragged_shard([0], [1, 2])"
+            )
         if min(units, default=0) < 0 or sum(units) < 1:
             raise LayoutError(
                 f"the local units of a ragged shard are {list(units)}; they are not negative, and one is positive"
