@@ -60,6 +60,12 @@ class Tensors(Protocol):
     def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
         """A new contiguous tensor of zeros on this process's device."""
 
+    def buffer(self, like: Tensor, numel: int, zero: bool = False) -> Tensor:
+        """A new 1-D tensor of the dtype and on the device of `like`; contents undefined unless `zero`."""
+
+    def zero_(self, tensor: Tensor) -> None:
+        """Fill a contiguous tensor, possibly an alias, with zeros."""
+
     def flat(self, tensor: Tensor) -> Tensor:
         """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
 

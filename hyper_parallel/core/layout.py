@@ -53,10 +53,10 @@ class Layout:
     Axes that shard one tensor dim split it left to right: the outer axis first, the inner one inside each piece.
     `StridedShard` says that an axis comes later than its place in the mesh. An axis of size one splits nothing.
 
-    A layout also says how the tensor's gradient lies. By default the gradient of a replicated tensor is replicated, that of
-    a shard is the same shard, and that of a partial sum is replicated; of an average, a maximum or a minimum every rank
-    gets its share, so the gradient is a partial sum. A replicated tensor whose ranks each see only a part of the loss (the
-    input of a column-parallel linear) has a gradient that is a partial sum: `gradient={"tensor": Partial()}` says so.
+    A layout also says how the tensor's gradient lies. By default the gradient of a replicated tensor is replicated, that
+    of a shard is the same shard, and that of a partial sum is replicated; of an average, a maximum or a minimum every
+    rank gets its share, so the gradient is a partial sum. A replicated tensor whose ranks each see only a part of the
+    loss (the input of a column-parallel linear) has a partial sum for its gradient: `gradient={"tensor": Partial()}`.
 
     Args:
         mesh: the device mesh.
@@ -215,8 +215,8 @@ class Layout:
         return np.zeros_like(local) if pending else local
 
     def assemble(self, locals_: Sequence[np.ndarray]) -> np.ndarray:
-        """The global array from what every rank holds, in the order of `mesh.ranks`. Pending reductions are carried out;
-        of replicated elements the first copy counts.
+        """The global array from what every rank holds, in the order of `mesh.ranks`. Pending reductions are carried
+        out; of replicated elements the first copy counts.
 
         Raises:
             LayoutError: a local array is missing or has the wrong shape.
@@ -363,7 +363,8 @@ def _check_partial(layout: Layout) -> None:
     if len(kinds) > 1:
         found = " and ".join(f"{placement} on axis {axis!r}" for axis, placement in pending)
         raise LayoutError(
-            f"{found} can't be pending together: the value depends on which is done first; redistribute one of them before"
+            f"{found} can't be pending together: the value depends on which is done first; "
+            "redistribute one of them before"
         )
 
 

@@ -2,8 +2,8 @@
 
 Every rank of a grid of ranks does the same kind of thing, so a few shapes of path hold the optimum: cut first what is
 replicated, reduce as early as the pieces allow, and let elements travel last, in one exchange that brings each rank
-exactly what it lacks. The candidates are priced by the elements that cross each tier; the cheapest path wins, then the one with
-fewer collectives.
+exactly what it lacks. The candidates are priced by the elements that cross each tier; the cheapest path wins, then the
+one with fewer collectives.
 """
 
 from __future__ import annotations
@@ -308,26 +308,58 @@ def _reduction(
                 axes = tuple(names[axis] for axis in reduced)
                 yield (Step("reduce_scatter", axes, before, goal, op, factor),), goal
         return
+    # What is not scattered is summed on the pieces; cuts of copies come first, or with the scatter.
+    middle = goal.with_placements([Partial() if axis in whole else each for axis, each in enumerate(goal.placements)])
     path: Path = ()
     here = before
+    if middle != before and not (scattered and _refines(before, middle)):
+        here = base if scattered else middle
+        path = () if here == before else (_exchange(before, here),)
+        if any(step.travels for step in path) or not _refines(here, middle):
+            return
     if scattered:
-        middle = goal.with_placements(
-            [Partial() if axis in whole else each for axis, each in enumerate(goal.placements)]
-        )
-        if not _refines(here, middle):
-            path, here = (_exchange(before, base),), base
-            if path[0].axes or not _refines(here, middle):
-                return
         last = 1.0 if whole else factor
         path += (Step("reduce_scatter", tuple(names[axis] for axis in scattered), here, middle, op, last),)
-        here = middle
-    elif base != before:
-        path, here = (_exchange(before, base),), base
-        if path[0].axes:
-            return
     if whole:
-        path += (Step("all_reduce", tuple(names[axis] for axis in whole), here, goal, op, factor),)
+        path += (Step("all_reduce", tuple(names[axis] for axis in whole), middle, goal, op, factor),)
     yield path, goal
+    if topology is not None and not whole:
+        yield from _fast_tier_first(before, goal, scattered, factor, topology)
+
+
+def _fast_tier_first(
+    before: Layout, goal: Layout, scattered: Sequence[int], factor: float, topology: Topology
+) -> Iterator[tuple[Path, Layout]]:
+    """Two scatters instead of one: inside the supernodes, then, with the little that is left, between them."""
+    mesh = before.mesh
+    slow = [axis for axis in scattered if topology.axis_tier(mesh, (mesh.names[axis],)) == SLOW]
+    fast = [axis for axis in scattered if axis not in slow]
+    if not slow or not fast:
+        return
+    straight = [Partial() if axis in slow else each for axis, each in enumerate(goal.placements)]
+    strided = list(straight)
+    for cuts in goal.cuts:
+        first = prod(mesh.shape[cut.axis] for cut in cuts if cut.axis in slow)
+        later = [cut.axis for cut in cuts if cut.axis in fast]
+        if first > 1 and len(later) == 1:
+            strided[later[0]] = StridedShard(goal.placements[later[0]].dim, first)
+    for placements in (straight, strided):
+        for middle in _legal(goal, placements):
+            if _holds(before, middle) and _holds(middle, goal):
+                axes = [tuple(mesh.names[axis] for axis in each) for each in (fast, slow)]
+                yield (
+                    (
+                        Step("reduce_scatter", axes[0], before, middle),
+                        Step("reduce_scatter", axes[1], middle, goal, factor=factor),
+                    ),
+                    goal,
+                )
+
+
+def _holds(before: Layout, after: Layout) -> bool:
+    """As `_refines`, seen from the elements."""
+    step = Step("reduce_scatter", (), before, after)
+    return all(step.sends(rank, rank) == after.local_numel(rank) for rank in before.mesh.ranks)
 
 
 def _refines(before: Layout, after: Layout) -> bool:

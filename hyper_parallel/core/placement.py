@@ -43,7 +43,7 @@ class StridedShard:
     """Tensor dim `dim` is split by ceil-chunk *after* axes that stand to the right in the mesh have split it.
 
     `split_factor` is the product of their sizes. `{"shard": StridedShard(0, 4), "tensor": Shard(0)}` with four tensor
-    ranks is fully sharded data parallelism over a tensor-parallel split: `tensor` splits first, `shard` cuts each piece.
+    ranks is fully sharded data parallelism over tensor parallelism: `tensor` splits first, `shard` cuts each piece.
     Where no axis to the right splits the dim, it is cut into `split_factor` blocks by ceil-chunk and each block is
     split: a rank holds one part of every block, one after the other. Text form: `strided_shard(0, 4)`.
     """
@@ -103,9 +103,9 @@ class RaggedShard:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank along the axis holds a contribution, and `op` of them is the value. Text form: `partial`, `partial(max)`.
+    """Every rank along the axis holds a contribution, and `op` of them is the value.
 
-    `op` is "sum", "avg", "max" or "min".
+    `op` is "sum", "avg", "max" or "min". Text form: `partial` for a sum, `partial(max)`.
     """
 
     op: str = "sum"

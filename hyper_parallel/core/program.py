@@ -24,14 +24,14 @@ class Stage:
     """One step on one rank, on flat contiguous tensors.
 
     1. `pack`: moves from the input to what is sent, of `sent` elements; None when the input itself is sent.
-    2. `collective` ("all_gather", "all_to_all", "reduce_scatter", "all_reduce" in place) over the ascending ranks `group`,
-       with `input_splits` and `output_splits` where it is an all-to-all; None when nothing travels.
+    2. `collective` ("all_gather", "all_to_all", "reduce_scatter", "all_reduce" in place) over the ascending ranks
+       `group`, with `input_splits` and `output_splits` where it is an all-to-all; None when nothing travels.
     3. `reduction` of the `received` elements, for pieces of unequal size and for a maximum or minimum.
-    4. `keep`: moves from the input to the output, of `numel` elements; `unpack`: moves from what was received; None when
-       that is the output itself. `zero` says that they leave gaps. `factor` multiplies the output.
+    4. `keep`: moves from the input to the output, of `numel` elements; `unpack`: moves from what was received; None
+       when that is the output itself. `zero` says that they leave gaps. `factor` multiplies the output.
 
-    A `share` packs its input in the order of the rows, multiplies the shares of all rows with it and sends each row back
-    to its rank; where every rank has reduced everything it keeps row `row`. `step` counts the steps of the transition.
+    A `share` packs its input in the order of the rows, multiplies the shares of all rows with it and sends each row
+    back to its rank; where every rank has reduced everything it keeps row `row`. `step` counts the transition's steps.
     """
 
     kind: str

@@ -100,7 +100,7 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def pieces_of(intervals: Sequence[Sequence[Interval]]) -> list[Piece]:
-    """The pieces of a local tensor that holds, along each dim, the given intervals end to end. None when it is empty."""
+    """The pieces of a local tensor that holds, along each dim, the given intervals end to end; no piece when empty."""
     sizes = [total(each) for each in intervals]
     if 0 in sizes:
         return []
@@ -120,7 +120,7 @@ def pieces_of(intervals: Sequence[Sequence[Interval]]) -> list[Piece]:
 def pieces_of_range(
     start: int, stop: int, sizes: Sequence[int], intervals: Sequence[Sequence[Interval]]
 ) -> list[Piece]:
-    """As `pieces_of`, where the leading dims of `sizes`, flattened, hold `[start, stop)`, and the others `intervals`."""
+    """As `pieces_of`, where leading dims of `sizes`, flattened, hold `[start, stop)`, and the others `intervals`."""
     width = prod(total(each) for each in intervals)
     lead_strides = row_major(sizes)
     others = pieces_of(intervals)

@@ -19,8 +19,8 @@ from hyper_parallel.core.wire import Step
 class Transition:
     """The steps that bring a tensor from `source` to `target`, and those that bring its gradient back.
 
-    The gradient arrives in `target.gradient` and leaves in `source.gradient`. Both directions keep the value of the tensor
-    they move; only of an average, a maximum or a minimum that is carried out does every rank get a share.
+    The gradient arrives in `target.gradient` and leaves in `source.gradient`. Both directions keep the value of the
+    tensor they move; only of an average, a maximum or a minimum that is carried out does every rank get a share.
     """
 
     source: Layout
@@ -106,7 +106,7 @@ def lower(source: Layout, target: Layout, topology: Topology | None = None) -> T
     """
     if source.shape != target.shape:
         raise LayoutError(
-            f"a transition keeps the shape: found {list(source.shape)} in the source and {list(target.shape)} in the target"
+            f"a transition keeps the shape: found {list(source.shape)} in the source, {list(target.shape)} in the target"
         )
     if sorted(source.mesh.ranks) != sorted(target.mesh.ranks):
         raise LayoutError(

@@ -26,12 +26,12 @@ class Step:
 
     `kind` is one of `slice` (keep a part), `pad` (the part becomes a summand, zeros around it), `scale`, `all_gather`,
     `all_to_all` (plain shards), `ragged_exchange` (ragged ones take part), `redistribute` (any other exchange, also
-    between meshes), `reduce_scatter`, `all_reduce`, and `share`, which hands the gradient of a maximum or minimum to the
-    ranks that held it.
+    between meshes), `reduce_scatter`, `all_reduce`, and `share`, which hands the gradient of a maximum or minimum to
+    the ranks that held it.
 
-    `axes` are the mesh axes along which the groups communicate; between two meshes all ranks are one group. `op` is what a
-    reduction does ("sum", "max", "min"); the result is multiplied by `factor`. `topology` decides which of several
-    copies is the near one when meshes differ.
+    `axes` are the mesh axes along which the groups communicate; between two meshes all ranks are one group. `op` is
+    what a reduction does ("sum", "max", "min"); the result is multiplied by `factor`. `topology` decides which of
+    several copies is the near one when meshes differ.
     """
 
     kind: str
@@ -79,8 +79,8 @@ class Step:
         return self._wire.numel(sender, receiver)
 
     def received(self, rank: int) -> dict[int, int]:
-        """Elements that a rank receives from each other rank. An all-reduce counts as a reduce-scatter and an all-gather of
-        flat ceil-chunks."""
+        """Elements that a rank receives from each other rank. An all-reduce counts as a reduce-scatter and an
+        all-gather of flat ceil-chunks."""
         if not self.travels:
             return {}
         others = [(place, each) for place, each in enumerate(self.group(rank)) if each != rank]
