@@ -23,8 +23,8 @@ Module = Any
 
 
 class Move(NamedTuple):
-    """A strided copy between two flat tensors: element `[i, j, ...]` of the box goes from
-    `source_start + i * source_strides[0] + ...` to `target_start + i * target_strides[0] + ...`. Counted in elements."""
+    """A strided copy between two flat tensors, in elements: element `[i, j, ...]` of the box goes from
+    `source_start + i * source_strides[0] + ...` to `target_start + i * target_strides[0] + ...`."""
 
     sizes: tuple[int, ...]
     target_start: int
@@ -87,16 +87,16 @@ class Tensors(Protocol):
         """Add `other`, of the same shape, to a contiguous tensor, possibly an alias, in place."""
 
     def move_(self, target: Tensor, source: Tensor, moves: Sequence[Move]) -> None:
-        """Copy boxes of elements from `source` to `target`: contiguous, of one dtype, over different memory. One copy for
-        each move; nothing else of `target` is touched."""
+        """Copy boxes of elements from `source` to `target`: contiguous, of one dtype, over different memory. One copy
+        for each move; nothing else of `target` is touched."""
 
     def reduce_rows(self, tensor: Tensor, rows: int, op: str) -> Tensor:
         """A new 1-D tensor of n elements from the `rows * n` of a 1-D one: "sum", "max" or "min" over the rows, in
         row order. Half precision is summed in float32 and rounded once. NaN wins a max or a min."""
 
     def tie_shares(self, tensor: Tensor, rows: int, result: Tensor) -> Tensor:
-        """For a 1-D floating `tensor` of `rows * n` elements and `result` (n), its max or min over the rows: a new 1-D tensor
-        of `rows * n` that is 0 where a row differs from `result`, else 1 over the number of rows that don't."""
+        """For a 1-D floating `tensor` of `rows * n` elements and `result` (n), its max or min over the rows: a new 1-D
+        tensor of `rows * n` that is 0 where a row differs from `result`, else 1 over the number of rows that don't."""
 
     def multiply_rows(self, tensor: Tensor, rows: int, row: Tensor) -> Tensor:
         """A new 1-D tensor: each of the `rows` rows of the 1-D `tensor` (`rows * n`) times the 1-D `row` (n)."""

@@ -16,9 +16,9 @@ from hyper_parallel.core.transition import Transition, lower
 class Redistribution:
     """A transition, ready to run on this rank. Nothing about layouts is worked out when it is called.
 
-    `redistribution(local)` is differentiable: the gradient of the result, which lies as `target.gradient` says, comes back
-    as `source.gradient` says. `run` leaves autograd aside and can write into a tensor that is there already. All ranks of
-    the mesh call together.
+    `redistribution(local)` is differentiable: the gradient of the result, which lies as `target.gradient` says, comes
+    back as `source.gradient` says. `run` leaves autograd aside and can write into a tensor that is there already. All
+    ranks of the mesh call together.
     """
 
     def __init__(self, backend: Backend, transition: Transition):
@@ -111,7 +111,7 @@ class _Stages:
     def run(self, held: Tensor, out: Tensor | None, rows: Any) -> tuple[Tensor, Any]:
         """The flat result, and what the backward of a maximum or minimum needs: the rows compared and their result.
 
-        `held` is flat and not changed; `out`, flat, receives the result. In backward `rows` is what forward returned."""
+        `held` is flat and not changed; `out`, flat, receives the result. In backward `rows` is what forward gave."""
         if self._groups is None:
             groups = self._backend.collectives.groups
             self._groups = [groups([stage.group]) if stage.collective else None for stage in self.stages]

@@ -106,7 +106,8 @@ def lower(source: Layout, target: Layout, topology: Topology | None = None) -> T
     """
     if source.shape != target.shape:
         raise LayoutError(
-            f"a transition keeps the shape: found {list(source.shape)} in the source, {list(target.shape)} in the target"
+            f"a transition keeps the shape: found {list(source.shape)} in the source and {list(target.shape)} in "
+            "the target"
         )
     if sorted(source.mesh.ranks) != sorted(target.mesh.ranks):
         raise LayoutError(
