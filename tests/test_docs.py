@@ -8,11 +8,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Iterable
 
 import pytest
 import yaml
 
 from hyper_parallel.cli import parse
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import parse_placement
+from hyper_parallel.core.topology import Topology
+from hyper_parallel.core.transition import lower
+from hyper_parallel.core.wire import Step
 from hyper_parallel.train.config import Config, load_config
 from hyper_parallel.train.options import defaults_of, keys_of
 
@@ -68,6 +75,41 @@ def check_command(words: list[str]) -> None:
     """The command line is accepted, and so are the settings."""
     options = parse(words)
     load_config(REPOSITORY / options.config, options.set, getattr(options, "backend", None))
+
+
+def rows_after(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table behind a line of a page."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    (table,) = re.findall(rf"^{re.escape(heading)}[^\n]*\n\n\|[^\n]*\n\|[-|]*\n(.*?)\n\n", text, re.M | re.S)
+    return [[cell.strip().strip("`") for cell in row.strip("|").split(" | ")] for row in table.splitlines()]
+
+
+def kinds(steps: Iterable[Step]) -> str:
+    return ", ".join(step.kind for step in steps)
+
+
+@pytest.mark.parametrize("row", rows_after("layouts.md", "On one axis of `k` ranks"), ids=" -> ".join)
+def test_a_lowering_on_one_axis_is_as_described(row: list[str]):
+    source, target, steps, received, back = row
+    mesh, shape = DeviceMesh((4,), ("tensor",)), (64, 32)
+    found = lower(*(Layout(mesh, [parse_placement(each)], shape) for each in (source, target)))
+    assert (kinds(found.steps), kinds(found.gradient_steps)) == (steps, back.strip())
+    assert found.bytes(1) == {"fast": eval(received, {"k": 4, "n": 64 * 32}), "slow": 0}
+
+
+@pytest.mark.parametrize("row", rows_after("layouts.md", "On two axes, `replicate` over two"), ids=" -> ".join)
+def test_a_lowering_on_two_tiers_is_as_described(row: list[str]):
+    source, target, steps, fast, slow = row
+    mesh, shape, topology = DeviceMesh((2, 4), ("replicate", "shard")), (64, 32), Topology.regular(8, 4)
+    layouts = [
+        Layout(mesh, [parse_placement(each) for each in re.split(r", (?![^(]*\))", side)], shape)
+        for side in (source, target)
+    ]
+    found = lower(*layouts, topology)
+    assert kinds(found.steps) == steps
+    assert found.bytes(1, topology) == {
+        tier: eval(text, {"n": 64 * 32}) for tier, text in (("fast", fast), ("slow", slow))
+    }
 
 
 def test_every_setting_is_described_with_its_default():

@@ -55,8 +55,9 @@ class Layout:
 
     A layout also says how the tensor's gradient lies. By default the gradient of a replicated tensor is replicated,
     that of a shard is the same shard, and that of a partial sum is replicated; of an average, a maximum or a minimum
-    every rank gets its share, so the gradient is a partial sum. A replicated tensor whose ranks each see only a part of the
-    loss (the input of a column-parallel linear) has a partial sum for its gradient: `gradient={"tensor": Partial()}`.
+    every rank gets its share, so the gradient is a partial sum. A replicated tensor whose ranks each see only a part of
+    the loss (the input of a column-parallel linear) has a partial sum for its gradient:
+    `gradient={"tensor": Partial()}`.
 
     Args:
         mesh: the device mesh.
