@@ -25,6 +25,8 @@ class Redistribution:
         self.transition = transition
         self.program = transition.program(backend.collectives.rank())
         self._backend = backend
+        # A ragged shard can hold the same elements in another shape.
+        self._is_same = not self.program.forward and self.program.source_shape == self.program.target_shape
         self._forward = _Stages(backend, self.program.forward)
         self._backward = _Stages(backend, self.program.backward)
 
@@ -35,7 +37,7 @@ class Redistribution:
             LayoutError: `local` is not of the source's local shape, or of a dtype that has no average.
         """
         self._check(local)
-        if not self.program.forward and not self.program.backward:
+        if self._is_same and not self.program.backward:
             return local
         return self._backend.autograd.differentiable(local, self._run_forward, self._run_backward)
 
@@ -59,18 +61,15 @@ class Redistribution:
 
     def _run_forward(self, local: Tensor, out: Tensor | None = None) -> tuple[Tensor, Any]:
         tensors = self._backend.tensors
-        if not self._forward.stages:
-            if out is None:
-                return local, None
-            tensors.copy_(out, local)
-            return out, None
+        if self._is_same and out is None:
+            return local, None
         result, rows = self._forward.run(tensors.flat(local), None if out is None else tensors.flat(out), None)
         if out is not None:
             return out, rows
         return tensors.alias(result, 0, self.program.target_shape), rows
 
     def _run_backward(self, gradient: Tensor, rows: Any) -> Tensor:
-        if not self._backward.stages:
+        if self._is_same and not self._backward.stages:
             return gradient
         tensors = self._backend.tensors
         result, _ = self._backward.run(tensors.flat(gradient), None, rows)
@@ -129,6 +128,8 @@ class _Stages:
             if stage.factor != 1.0:
                 self._backend.tensors.scale_(held, stage.factor)
             owned = True
+        if not self.stages and out is not None:
+            self._backend.tensors.copy_(out, held)
         return held, kept
 
     def _local(self, stage: Stage, held: Tensor, into: Tensor | None, owned: bool) -> Tensor:
