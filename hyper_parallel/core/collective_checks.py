@@ -103,8 +103,9 @@ def check_peer(call: Call, tensor: Buffer, role: str, peer: int) -> None:
         raise call.error(f"{role} is this rank itself: name one of the other ranks, or copy")
 
 
-def check_partition(partition: Sequence[Sequence[int]], world_size: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """The partition as a hashable key: non-empty, ascending, disjoint lists of ranks of the world."""
+def check_partition(partition: Sequence[Sequence[int]], world_size: int, rank: int) -> tuple[int, ...] | None:
+    """The ranks of the group that holds `rank`. The partition is made of non-empty, ascending, disjoint lists of ranks of
+    the world."""
     key = tuple(tuple(int(member) for member in group) for group in partition)
     call = Call("groups", tuple(range(world_size)), rank)
     members = list(chain.from_iterable(key))
@@ -117,7 +118,7 @@ def check_partition(partition: Sequence[Sequence[int]], world_size: int, rank: i
     for group in key:
         if list(group) != sorted(group):
             raise call.error(f"group {list(group)} is out of order: write {sorted(group)}")
-    return key
+    return next((group for group in key if rank in group), None)
 
 
 def _check_buffers(call: Call, **buffers: Buffer) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hyper_parallel.backends.torch import tensors
+from hyper_parallel.core.backend import Move
 from hyper_parallel.core.errors import ConfigError, LayoutError
 
 
@@ -96,6 +97,22 @@ def test_a_write_through_an_alias_does_not_invalidate_what_autograd_has_saved():
     tensors.scale_(flat, 1.0)
     loss.backward()  # torch would refuse if the counter of `weight` had moved
     assert x.grad.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_moves_and_zeros_do_not_invalidate_what_autograd_has_saved():
+    flat = torch.full((4,), 2.0)
+    x = torch.ones(4, requires_grad=True)
+    loss = (x * flat).sum()
+    tensors.zero_(flat)
+    tensors.move_(flat, torch.full((2,), 3.0), [Move((2,), 0, (1,), 0, (1,))])
+    loss.backward()
+    assert x.grad.tolist() == [3.0, 3.0, 0.0, 0.0]
+
+
+def test_moves_leave_no_history():
+    target, source = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    tensors.move_(target, source, [Move((2,), 0, (1,), 0, (1,))])
+    assert target.grad_fn is None and target.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

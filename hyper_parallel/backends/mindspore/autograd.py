@@ -9,6 +9,7 @@ from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _engine
 
 from hyper_parallel.core.backend import Parameter, Tensor
+from hyper_parallel.core.errors import ConfigError
 
 
 def grad_enabled() -> bool:
@@ -50,6 +51,49 @@ def attach(
     """See `core.backend.Autograd`."""
     attached = _Attach.apply(on_gradients, list(fulls), *parameters)
     return list(attached) if isinstance(attached, tuple) else [attached]
+
+
+class _Differentiable(_Function):
+    """Any function of one tensor together with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Callable, backward: Callable) -> Tensor:
+        result, ctx.kept = forward(tensor)
+        ctx.backward_of_forward = backward
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with ms._no_grad():
+            passed = ctx.backward_of_forward(gradient, ctx.kept)
+        if grad_enabled() and gradient._requires_grad:
+            passed = _Once.apply(passed, gradient)
+        return passed, None, None
+
+
+class _Once(_Function):
+    """A gradient whose own gradient nobody knows: better an error than a wrong number."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Tensor, gradient: Tensor) -> Tensor:
+        return passed.copy()  # the engine forgets this node when it returns the input itself
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        raise ConfigError("the gradient of a transition can't be differentiated again: take no gradient of a gradient")
+
+
+def differentiable(
+    tensor: Tensor,
+    forward: Callable[[Tensor], tuple[Tensor, Any]],
+    backward: Callable[[Tensor, Any], Tensor],
+) -> Tensor:
+    """See `core.backend.Autograd`. What `forward` keeps lives as long as the graph; it must not hold the result itself,
+    which would keep the graph alive."""
+    if grad_enabled() and tensor._requires_grad:
+        return _Differentiable.apply(tensor, forward, backward)
+    with ms._no_grad():
+        return forward(tensor)[0]
 
 
 def deliver(parameter: Parameter, gradient: Tensor) -> None:

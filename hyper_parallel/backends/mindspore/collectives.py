@@ -36,8 +36,7 @@ class _Job:
 
     world: RankGroup
     store: Any = None  # must live as long as the job: the first rank's serves the others
-    handles: dict[tuple[int, ...], str] = field(default_factory=dict)
-    groups: dict[tuple[tuple[int, ...], ...], RankGroup | None] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
     # Receives that wait for their message, by source, in the order in which they were asked for.
     receives: dict[int, deque[_Receive]] = field(default_factory=lambda: defaultdict(deque))
 
@@ -105,13 +104,15 @@ def world() -> RankGroup:
 def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
     """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
 
-    Called by every rank with the same partition in the same order; process groups are made once and reused."""
-    key = checks.check_partition(partition, world_size(), rank())
+    Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
+    groups are made once and reused."""
+    ranks = checks.check_partition(partition, world_size(), rank())
+    if ranks is None:  # a call by a rank that is no member fails, and then hangs the next one
+        return None
     known = {} if _job is None else _job.groups
-    if key not in known:
-        # Members only: a call by another rank fails, and then hangs the next one.
-        known[key] = next((_make_group(ranks) for ranks in key if rank() in ranks), None)
-    return known[key]
+    if ranks not in known:
+        known[ranks] = _make_group(ranks)
+    return known[ranks]
 
 
 def all_gather(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
@@ -385,11 +386,10 @@ def _make_group(ranks: tuple[int, ...]) -> RankGroup:
     if len(ranks) == 1:
         return RankGroup(ranks, index)
     call = Call("groups", ranks, rank())
-    if ranks not in _job.handles:
-        with call.reporting(*FAILURES):
-            handle = dist.new_group(list(ranks))
-        if not handle:  # MindSpore has logged the reason
-            raise call.error("failed: MindSpore could not make the process group")
-        _job.handles[ranks] = handle
-        barrier(RankGroup(ranks, index, handle))  # nobody may leave while others are still joining
-    return RankGroup(ranks, index, _job.handles[ranks])
+    with call.reporting(*FAILURES):
+        handle = dist.new_group(list(ranks))
+    if not handle:  # MindSpore has logged the reason
+        raise call.error("failed: MindSpore could not make the process group")
+    group = RankGroup(ranks, index, handle)
+    barrier(group)  # nobody may leave while others are still joining
+    return group

@@ -16,10 +16,13 @@ import numpy as np
 from mindspore import mint
 from mindspore.common import np_dtype
 
+from hyper_parallel.core.backend import Move
 from hyper_parallel.core.errors import ConfigError, LayoutError
 from hyper_parallel.core.host import peak_resident_bytes
+from hyper_parallel.core.moves import check_move, check_reduction, check_row, row_length
 
 _HALF = ("float16", "bfloat16")
+_FOLD = {"sum": "add", "max": "maximum", "min": "minimum"}  # so called in numpy and in mint
 
 
 def on_cpu() -> bool:
@@ -82,6 +85,21 @@ def zeros(shape: Sequence[int], dtype: str) -> ms.Tensor:
     return mint.zeros(tuple(shape), dtype=_dtype(dtype))
 
 
+def buffer(like: ms.Tensor, numel: int, zero: bool = False) -> ms.Tensor:
+    """A new 1-D tensor of the dtype and on the device of `like`; contents undefined unless `zero`."""
+    return (mint.zeros if zero else mint.empty)((numel,), dtype=like.dtype)
+
+
+def zero_(tensor: ms.Tensor) -> None:
+    """Fill a contiguous tensor, possibly an alias, with zeros."""
+    _require_contiguous(tensor, "tensor")
+    if on_cpu():
+        memory(tensor).view(np.uint8)[...] = 0
+    else:
+        with ms._no_grad():
+            tensor.zero_()
+
+
 def flat(tensor: ms.Tensor) -> ms.Tensor:
     """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
     with ms._no_grad():
@@ -117,12 +135,17 @@ def reads_parts_in_place() -> bool:
 
 def _over_storage(tensor: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
     """A new tensor over the storage of a contiguous one, without history."""
-    made = mint.empty((0,), dtype=tensor.dtype)
     if start == 0 and math.prod(shape) == tensor.size and on_cpu() and not _is_view(tensor):
+        made = mint.empty((0,), dtype=tensor.dtype)
         made.data = tensor
         made._shape = list(shape)
         return made
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return _strided(tensor, start, shape, [math.prod(shape[dim + 1 :]) for dim in range(len(shape))])
+
+
+def _strided(tensor: ms.Tensor, start: int, shape: Sequence[int], strides: Sequence[int]) -> ms.Tensor:
+    """A view of a contiguous tensor's storage, without history."""
+    made = mint.empty((0,), dtype=tensor.dtype)
     with ms._no_grad():
         made.set_(tensor.untyped_storage(), tensor.storage_offset() + start, tuple(shape), tuple(strides))
     return made
@@ -198,6 +221,66 @@ def add_(tensor: ms.Tensor, other: ms.Tensor) -> None:
             tensor.add_(other)
 
 
+def move_(target: ms.Tensor, source: ms.Tensor, moves: Sequence[Move]) -> None:
+    """Copy boxes of elements from `source` to `target`: contiguous, of one dtype, over different memory. One copy for
+    each move; nothing else of `target` is touched.
+
+    Raises `LayoutError` when a tensor is not contiguous, the dtypes differ, or a box leaves a tensor."""
+    _require_contiguous(target, "target")
+    _require_contiguous(source, "source")
+    if target.dtype != source.dtype:
+        raise LayoutError(f"can't move {dtype_name(source)} into {dtype_name(target)}: moved elements stay as they are")
+    on_host = on_cpu()
+    if on_host:
+        target, source = _bits(target), _bits(source)
+    for move in moves:
+        if 0 in move.sizes:
+            continue
+        check_move(move, target.size, source.size)
+        sizes, target_start, target_strides, source_start, source_strides = move
+        if on_host:
+            box = _box(source, source_start, sizes, source_strides)
+            np.copyto(_box(target, target_start, sizes, target_strides), box)
+        else:
+            with ms._no_grad():
+                box = _strided(source, source_start, sizes, source_strides)
+                _strided(target, target_start, sizes, target_strides).copy_(box)
+
+
+def reduce_rows(tensor: ms.Tensor, rows: int, op: str) -> ms.Tensor:
+    """A new 1-D tensor of n elements from the `rows * n` of a 1-D one: "sum", "max" or "min" over the rows, in
+    row order. Half precision is summed in float32 and rounded once. NaN wins a max or a min.
+
+    Raises `LayoutError` for another op, rows that do not come out even, or a sum of bools."""
+    check_reduction(op, dtype_name(tensor))
+    fold = getattr(np if on_cpu() else mint, _FOLD[op])
+    with ms._no_grad():
+        table = _table(tensor, rows)
+        result = table[0].copy()
+        for row in range(1, rows):
+            result = fold(result, table[row])
+        return _made(result, tensor)
+
+
+def tie_shares(tensor: ms.Tensor, rows: int, result: ms.Tensor) -> ms.Tensor:
+    """For a 1-D floating `tensor` of `rows * n` elements and `result` (n), its max or min over the rows: a new 1-D
+    tensor of `rows * n` that is 0 where a row differs from `result`, else 1 over the number of rows that don't.
+
+    A NaN that won does not differ from itself. Raises `LayoutError` when `result` is not of this dtype and size."""
+    with ms._no_grad():
+        table, row = _table(tensor, rows), _row(result, tensor, rows)
+        same = ((table == row) | ((table != table) & (row != row))).astype(table.dtype)
+        return _made(same / same.sum(0), tensor)
+
+
+def multiply_rows(tensor: ms.Tensor, rows: int, row: ms.Tensor) -> ms.Tensor:
+    """A new 1-D tensor: each of the `rows` rows of the 1-D `tensor` (`rows * n`) times the 1-D `row` (n).
+
+    Raises `LayoutError` when `row` is not of this dtype and size."""
+    with ms._no_grad():
+        return _made(_table(tensor, rows) * _row(row, tensor, rows), tensor)
+
+
 def wide(elements: np.ndarray) -> np.ndarray:
     """Half precision as a copy in float32, in which frameworks compute before they round; anything else as it is."""
     return elements.astype(np.float32) if elements.dtype.name in _HALF else elements
@@ -269,3 +352,40 @@ def _dtype(name: str) -> ms.Type:
 def _require_contiguous(tensor: ms.Tensor, name: str) -> None:
     if not tensor.is_contiguous():
         raise LayoutError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a contiguous tensor")
+
+
+def _bits(tensor: ms.Tensor) -> np.ndarray:
+    """The memory of a CPU tensor in a dtype that numpy can make strided views of."""
+    elements = memory(tensor)
+    return elements.view(np.uint16) if elements.dtype.name == "bfloat16" else elements
+
+
+def _box(elements: np.ndarray, start: int, sizes: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    """A strided view of a 1-D array; everything is counted in elements."""
+    size = elements.itemsize
+    return np.ndarray(sizes, elements.dtype, elements, start * size, [stride * size for stride in strides])
+
+
+def _table(tensor: ms.Tensor, rows: int) -> np.ndarray | ms.Tensor:
+    """`rows` rows to compute with, half precision in float32: in numpy on a CPU, which lacks operators for bfloat16."""
+    length = row_length(tensor.size, rows)
+    if on_cpu():
+        return wide(memory(tensor)).reshape(rows, length)
+    half = dtype_name(tensor) in _HALF
+    return (tensor.astype(ms.float32) if half else tensor).reshape(rows, length)
+
+
+def _row(row: ms.Tensor, tensor: ms.Tensor, rows: int) -> np.ndarray | ms.Tensor:
+    """A row to compute with that belongs to the `rows` rows of `tensor`."""
+    check_row(row.size, dtype_name(row), row_length(tensor.size, rows), dtype_name(tensor))
+    return _table(row, 1)[0]
+
+
+def _made(values: np.ndarray | ms.Tensor, like: ms.Tensor) -> ms.Tensor:
+    """What was computed as a new 1-D tensor of the dtype of `like`."""
+    if not on_cpu():
+        return values.reshape(-1).astype(like.dtype)
+    made = empty((values.size,), dtype_name(like))
+    if values.size:  # numpy crashes when it assigns an empty slice of MindSpore's bfloat16
+        memory(made)[...] = values.reshape(-1)
+    return made

@@ -52,6 +52,49 @@ def attach(
     return list(_Attach.apply(on_gradients, list(fulls), anchor))
 
 
+class _Differentiable(torch.autograd.Function):
+    """Any function of one tensor together with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, forward: Callable, backward: Callable) -> Tensor:
+        result, ctx.kept = forward(tensor)
+        ctx.backward_of_forward = backward
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            passed = ctx.backward_of_forward(gradient, ctx.kept)
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            passed = _Once.apply(passed, gradient)
+        return passed, None, None
+
+
+class _Once(torch.autograd.Function):
+    """A gradient whose own gradient nobody knows: better an error than a wrong number."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Tensor, gradient: Tensor) -> Tensor:
+        return passed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        raise ConfigError("the gradient of a transition can't be differentiated again: leave create_graph=True out")
+
+
+def differentiable(
+    tensor: Tensor,
+    forward: Callable[[Tensor], tuple[Tensor, Any]],
+    backward: Callable[[Tensor, Any], Tensor],
+) -> Tensor:
+    """See `core.backend.Autograd`. What `forward` keeps lives as long as the graph; it must not hold the result itself,
+    which would keep the graph alive."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Differentiable.apply(tensor, forward, backward)
+    with torch.no_grad():
+        return forward(tensor)[0]
+
+
 def deliver(parameter: Parameter, gradient: Tensor) -> None:
     """See `core.backend.Autograd`. Runs the user's post-accumulate hooks, which the engine would have run."""
     if parameter.grad is None:

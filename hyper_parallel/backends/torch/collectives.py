@@ -7,12 +7,14 @@ precision, so sums go through float32.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hyper_parallel.backends.torch.joining import join, set_device
 from hyper_parallel.backends.torch.tensors import dtype_name
@@ -35,11 +37,13 @@ class _Job:
     world: RankGroup
     timeout: timedelta
     joined_here: bool
-    groups: dict[tuple[tuple[int, ...], ...], RankGroup | None] = field(default_factory=dict)
+    number: int  # of the jobs that this process has been in
+    groups: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
 
 
 _ALONE = RankGroup(ranks=(0,), index=0)
 _job: _Job | None = None
+_job_numbers = itertools.count()
 
 
 def initialize(launch: Launch) -> None:
@@ -62,7 +66,7 @@ def initialize(launch: Launch) -> None:
             f"launched as rank {launch.rank} of {launch.world_size} by {launch.launcher!r}, "
             f"but torch.distributed says rank {world.index} of {world.size}"
         )
-    _job = _Job(world, timedelta(seconds=launch.timeout_s), joined_here)
+    _job = _Job(world, timedelta(seconds=launch.timeout_s), joined_here, next(_job_numbers))
 
 
 def shutdown() -> None:
@@ -70,6 +74,10 @@ def shutdown() -> None:
     global _job
     if _job is not None and _job.joined_here:
         dist.destroy_process_group()
+    elif _job is not None:
+        for group in _job.groups.values():
+            if group.handle not in (None, _job.world.handle):
+                dist.destroy_process_group(group.handle)
     _job = None
 
 
@@ -96,13 +104,15 @@ def world() -> RankGroup:
 def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
     """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
 
-    Called by every rank with the same partition in the same order; process groups are made once and reused."""
-    key = checks.check_partition(partition, world_size(), rank())
+    Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
+    groups are made once and reused."""
+    ranks = checks.check_partition(partition, world_size(), rank())
+    if ranks is None:
+        return None
     known = {} if _job is None else _job.groups
-    if key not in known:
-        made = [_make_group(ranks) for ranks in key]  # torch wants non-members to take part
-        known[key] = next((group for group in made if rank() in group.ranks), None)
-    return known[key]
+    if ranks not in known:
+        known[ranks] = _make_group(ranks)
+    return known[ranks]
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
@@ -290,11 +300,36 @@ def _call(operation: str, group: RankGroup) -> Call:
 
 
 def _make_group(ranks: tuple[int, ...]) -> RankGroup:
-    """Called by all ranks; `index` and `handle` mean something on the members."""
-    index = ranks.index(rank()) if rank() in ranks else -1
-    if len(ranks) == 1:
-        return RankGroup(ranks, index)
+    """Called by the members."""
     if ranks == world().ranks:
         return world()
-    with Call("groups", ranks, rank()).reporting(RuntimeError):
-        return RankGroup(ranks, index, dist.new_group(list(ranks), timeout=_job.timeout))
+    index = ranks.index(rank())
+    if len(ranks) == 1:
+        return RankGroup(ranks, index)
+    call = Call("groups", ranks, rank())
+    with call.reporting(RuntimeError):
+        return RankGroup(ranks, index, _new_process_group(ranks, index))
+
+
+def _new_process_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
+    """What `dist.new_group` does for its members, under a name that depends on the ranks alone.
+
+    `new_group` puts the number of groups that a process knows into the name, also with `use_local_synchronization`:
+    ranks that are in different numbers of groups would wait for each other in different places."""
+    everyone = dist.group.WORLD
+    # A group bound to a device would be split off the world's communicator, in which every rank must take part.
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            index,
+            list(ranks),
+            dist.get_backend(),
+            distributed_c10d._get_default_store(),
+            f"hyper_parallel/{_job.number}/{'-'.join(map(str, ranks))}",
+            timeout=_job.timeout,
+        )
+    finally:
+        everyone.bound_device_id = bound
+    distributed_c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(ranks)}
+    return made

@@ -8,8 +8,13 @@ from typing import Iterable, Sequence
 import numpy as np
 import torch
 
+from hyper_parallel.core.backend import Move
 from hyper_parallel.core.errors import ConfigError, LayoutError
 from hyper_parallel.core.host import peak_resident_bytes
+from hyper_parallel.core.moves import check_move, check_reduction, check_row, row_length
+
+_HALF = (torch.float16, torch.bfloat16)
+_FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def device() -> torch.device:
@@ -65,6 +70,16 @@ def zeros(shape: Sequence[int], dtype: str) -> torch.Tensor:
     return torch.zeros(tuple(shape), dtype=_dtype(dtype), device=device())
 
 
+def buffer(like: torch.Tensor, numel: int, zero: bool = False) -> torch.Tensor:
+    """A new 1-D tensor of the dtype and on the device of `like`; contents undefined unless `zero`."""
+    return (torch.zeros if zero else torch.empty)(numel, dtype=like.dtype, device=like.device)
+
+
+def zero_(tensor: torch.Tensor) -> None:
+    """Fill a contiguous tensor, possibly an alias, with zeros."""
+    tensor.data.zero_()  # not the version counter of `tensor`: see `alias`
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
     return tensor.data.reshape(-1).data
@@ -116,6 +131,59 @@ def add_(tensor: torch.Tensor, other: torch.Tensor) -> None:
     if tensor.shape != other.shape:
         raise LayoutError(f"can't add shape {tuple(other.shape)} to shape {tuple(tensor.shape)}: shapes differ")
     tensor.add_(other)
+
+
+def move_(target: torch.Tensor, source: torch.Tensor, moves: Sequence[Move]) -> None:
+    """Copy boxes of elements from `source` to `target`: contiguous, of one dtype, over different memory. One copy for
+    each move; nothing else of `target` is touched.
+
+    Raises `LayoutError` when a tensor is not contiguous, the dtypes differ, or a box leaves a tensor."""
+    _require_contiguous(target, "target")
+    _require_contiguous(source, "source")
+    if target.dtype != source.dtype:
+        raise LayoutError(f"can't move {dtype_name(source)} into {dtype_name(target)}: moved elements stay as they are")
+    to, of = target.data, source.data  # no history, and version counters of their own: see `alias`
+    to_start, of_start = to.storage_offset(), of.storage_offset()
+    to_numel, of_numel = to.numel(), of.numel()
+    for move in moves:
+        if 0 in move.sizes:
+            continue
+        check_move(move, to_numel, of_numel)
+        sizes, target_start, target_strides, source_start, source_strides = move
+        to.as_strided(sizes, target_strides, to_start + target_start).copy_(
+            of.as_strided(sizes, source_strides, of_start + source_start)
+        )
+
+
+def reduce_rows(tensor: torch.Tensor, rows: int, op: str) -> torch.Tensor:
+    """A new 1-D tensor of n elements from the `rows * n` of a 1-D one: "sum", "max" or "min" over the rows, in
+    row order. Half precision is summed in float32 and rounded once. NaN wins a max or a min.
+
+    Raises `LayoutError` for another op, rows that do not come out even, or a sum of bools."""
+    check_reduction(op, dtype_name(tensor))
+    table = tensor.data.view(rows, row_length(tensor.numel(), rows))
+    result = table[0].to(_wide(table.dtype), copy=True)
+    for row in table[1:]:
+        _FOLD[op](result, row, out=result)
+    return result.to(table.dtype)
+
+
+def tie_shares(tensor: torch.Tensor, rows: int, result: torch.Tensor) -> torch.Tensor:
+    """For a 1-D floating `tensor` of `rows * n` elements and `result` (n), its max or min over the rows: a new 1-D
+    tensor of `rows * n` that is 0 where a row differs from `result`, else 1 over the number of rows that don't.
+
+    A NaN that won does not differ from itself. Raises `LayoutError` when `result` is not of this dtype and size."""
+    table, row = _rows(tensor, rows, result)
+    same = ((table == row) | (table.isnan() & row.isnan())).to(_wide(table.dtype))
+    return same.div_(same.sum(0)).to(table.dtype).view(-1)
+
+
+def multiply_rows(tensor: torch.Tensor, rows: int, row: torch.Tensor) -> torch.Tensor:
+    """A new 1-D tensor: each of the `rows` rows of the 1-D `tensor` (`rows * n`) times the 1-D `row` (n).
+
+    Raises `LayoutError` when `row` is not of this dtype and size."""
+    table, row = _rows(tensor, rows, row)
+    return (table * row).view(-1)
 
 
 def chunk_rows(tensor: torch.Tensor, dim: int, pieces: Sequence[int]) -> list[torch.Tensor]:
@@ -174,3 +242,15 @@ def _dtype(name: str) -> torch.dtype:
 def _require_contiguous(tensor: torch.Tensor, name: str) -> None:
     if not tensor.is_contiguous():
         raise LayoutError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a contiguous tensor")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What to compute in: half precision is rounded once, at the end."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _rows(tensor: torch.Tensor, rows: int, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tensor` as a table of `rows` rows, and `row`, which has their length and dtype; both without history."""
+    length = row_length(tensor.numel(), rows)
+    check_row(row.numel(), dtype_name(row), length, dtype_name(tensor))
+    return tensor.data.view(rows, length), row.data.view(length)
