@@ -89,8 +89,8 @@ def uniform(
     """What `rank` holds of a tensor of numbers spread evenly over `[low, high)`.
 
     The value is `low + (high - low) * u`, where `u` is a multiple of `2**-b` in [0, 1) and `b` the bits that the dtype
-    holds: 8 (bfloat16), 11, 24 or 53. It is computed in the dtype, for half precision in float32. What leaves the range by
-    rounding becomes the first or the last number of the dtype in it. All are `low` where `high` is equal to it.
+    holds: 8 (bfloat16), 11, 24 or 53. It is computed in the dtype, for half precision in float32. What leaves the range
+    by rounding becomes the first or the last number of the dtype in it. All are `low` where `high` is equal to it.
 
     Returns:
         array of `layout.local_shape(rank)`.
