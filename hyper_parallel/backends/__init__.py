@@ -54,6 +54,22 @@ def of_tensor(tensor: Any) -> Backend:
     return _of_class(tensor, _TENSOR_CLASSES, "a tensor", "a torch.Tensor or a mindspore.Tensor")
 
 
+def joined(name: str | None = None) -> Backend:
+    """The backend that has joined the ranks of this job, or the one called `name`.
+
+    Raises `ConfigError` when none has joined, or both have and none is named; for a name as `load` does.
+    """
+    if name is not None:
+        return load(name)
+    imported = [sys.modules[f"{__name__}.{each}"].BACKEND for each in NAMES if f"{__name__}.{each}" in sys.modules]
+    found = [backend for backend in imported if backend.collectives.is_initialized()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError('both backends have joined; say which one: backend="torch" or backend="mindspore"')
+    raise ConfigError('no backend has joined: call hyper_parallel.initialize("torch") or ("mindspore") first')
+
+
 def _of_class(value: Any, classes: dict[str, str], what: str, expected: str) -> Backend:
     for cls in type(value).__mro__:
         root = cls.__module__.partition(".")[0]
