@@ -1,8 +1,8 @@
 """Dropout with a mask of one rank's own numbers, against the framework's dropout, on one thread.
 
-The mask is made by global index on the host, brought to the framework and multiplied with the tensor; the framework draws
-for the same number of elements, without regard to a layout. "columns" is rank 3 of 8 that share the last of 4096 columns,
-the case in which a rank's elements lie farthest apart.
+The mask is made by global index on the host, brought to the framework and multiplied with the tensor; the framework
+draws for the same number of elements, without regard to a layout. "columns" is rank 3 of 8 that share 4096 columns: its
+elements come in runs too short and too far apart for the bits between them to be made and dropped.
 
     python benchmarks/dropout.py --backend torch
 """

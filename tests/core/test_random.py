@@ -1,5 +1,9 @@
 """Random numbers by global index, with a Philox of whole numbers and numpy slices as oracles."""
 
+import hashlib
+import os
+import subprocess
+import sys
 from statistics import NormalDist
 
 import numpy as np
@@ -107,11 +111,12 @@ class TestBits:
 
     @pytest.mark.parametrize("block", [1, 3, 64])
     @pytest.mark.parametrize("gap", [0, 12, 10**6])
-    def test_the_sizes_that_make_it_fast_change_no_bit(self, monkeypatch, block, gap):
+    @pytest.mark.parametrize("shape", [(4, 3, 5, 6), (3, 2, 4, 16)])
+    def test_the_sizes_that_make_it_fast_change_no_bit(self, monkeypatch, block, gap, shape):
         monkeypatch.setattr(philox, "_BLOCK", block)
         monkeypatch.setattr(philox, "_CHEAP_GAP_BYTES", gap)
-        shape = (4, 3, 5, 6)
-        stream = np.array([reference_word(5, 6, 32, place) for place in range(360)], np.uint32).reshape(shape)
+        words = [reference_word(5, 6, 32, place) for place in range(np.prod(shape))]
+        stream = np.array(words, np.uint32).reshape(shape)
         numbers = np.random.default_rng(0)
         for _ in range(100):
             box = tuple(slice(*sorted(numbers.integers(0, size + 1, 2))) for size in shape)
@@ -354,6 +359,29 @@ class TestNormal:
         for rank in range(5):
             expected = whole.reshape(4, 20)[:, 4 * rank : 4 * rank + 4].copy()
             assert_same_bits(normal(columns, rank, Generator(3), dtype), expected)
+
+    @pytest.mark.parametrize(
+        "dtype, digest",
+        [
+            ("float16", "82ca8a1c11d61a8a"),
+            ("bfloat16", "a5eae878c5988be5"),
+            ("float32", "0e7d75e2497d662b"),
+            ("float64", "0dcc8437376418d5"),
+        ],
+    )
+    @pytest.mark.parametrize("without", ["", "AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL"])
+    def test_values_do_not_depend_on_what_the_processor_can_do(self, dtype, digest, without):
+        code = (
+            "import sys, numpy; from hyper_parallel import DeviceMesh, Layout, Replicate\n"
+            "from hyper_parallel.core.random import Generator, normal\n"
+            "layout = Layout(DeviceMesh((1,), ('shard',)), [Replicate()], (10_000,))\n"
+            "sys.stdout.buffer.write(normal(layout, 0, Generator(1), sys.argv[1], 0.5, 2.0).tobytes())"
+        )
+        environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": without}
+        values = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, dtype], env=environment, capture_output=True, check=True
+        )
+        assert hashlib.sha256(values.stdout).hexdigest()[:16] == digest
 
     def test_extreme_words_give_finite_numbers(self):
         words = np.array([0, 2**64 - 1, 2**32 - 1, 2**63, 2**31, 2**31 - 1, MASK - 2**32 + 1], np.uint64)
