@@ -159,7 +159,7 @@ def empty(
     dtype: Any = "float32",
     backend: str | None = None,
 ) -> DTensor:
-    """A distributed tensor with undefined values, replicated parts not even equal until they are filled; see `zeros`."""
+    """A distributed tensor with undefined values, not even equal where replicated until it is filled; see `zeros`."""
 
     def make(found: Backend, layout: Layout) -> Tensor:
         return found.tensors.empty(layout.local_shape(found.collectives.rank()), _dtype_name(dtype))

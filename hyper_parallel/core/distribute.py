@@ -72,7 +72,7 @@ def layout_of_locals(
         _refuse_difference(held, "dtype", "the parts of a tensor are of one dtype; cast before")
     shapes = {member: each.shape for member, each in held.items()}
     if shape is None:
-        shape = _global_shape(device_mesh, placements, shapes)
+        shape = global_shape(device_mesh, placements, shapes)
     layout = layout_with_gradient(device_mesh, placements, shape, gradient_placements)
     for member, found in shapes.items():
         if found != layout.local_shape(member):
@@ -83,7 +83,7 @@ def layout_of_locals(
     return layout
 
 
-def _global_shape(
+def global_shape(
     device_mesh: DeviceMesh, placements: Placements, shapes: Mapping[int, tuple[int, ...]]
 ) -> tuple[int, ...]:
     """The global shape that most local shapes speak for: along a dim the parts of a group make up the whole."""
