@@ -141,7 +141,9 @@ def collect(layout: Layout, locals_: Sequence[np.ndarray], apart: Sequence[int] 
             parts[place] = np.zeros(prod(layout.shape), local.dtype)
             written[place] = np.zeros(prod(layout.shape), bool)
         again = written[place][held]
-        np.testing.assert_array_equal(local[again], parts[place][held][again], err_msg=f"rank {rank} holds another copy")
+        np.testing.assert_array_equal(
+            local[again], parts[place][held][again], err_msg=f"rank {rank} holds another copy"
+        )
         parts[place][held] = local
         written[place][held] = True
     assert all(each.all() for each in written.values()), "nobody holds some elements"
@@ -149,7 +151,7 @@ def collect(layout: Layout, locals_: Sequence[np.ndarray], apart: Sequence[int] 
 
 
 def reduced(layout: Layout, parts: Mapping[Place, np.ndarray], apart: Sequence[int] = ()) -> dict[Place, np.ndarray]:
-    """The values of contributions, for each place along the axes that stay `apart`: one partial axis after the other."""
+    """The values of contributions, for each place along the axes that stay `apart`: one axis reduced after the other."""
     axes = sorted({*axes_of(layout, Partial), *apart})
     for axis in [axis for axis in axes if axis not in apart]:
         at = axes.index(axis)

@@ -223,7 +223,11 @@ TWO_AXES = DeviceMesh((2, 3), ("shard", "tensor"))
 @pytest.mark.parametrize(
     "placements, shape, message",
     [
-        ([Shard(2), Replicate()], (4, 5), "axis 'shard': shard(2) names dim 2, which a tensor of shape [4, 5] does not have"),
+        (
+            [Shard(2), Replicate()],
+            (4, 5),
+            "axis 'shard': shard(2) names dim 2, which a tensor of shape [4, 5] does not have",
+        ),
         ([Shard(-3), Replicate()], (4, 5), "axis 'shard': shard(-3) names dim -3, which a tensor of shape [4, 5]"),
         ([Replicate(), Shard(0)], (), "axis 'tensor': shard(0) names dim 0, which a tensor of shape [] does not have"),
         ([StridedShard(1, 3), Replicate()], (4,), "axis 'shard': strided_shard(1, 3) names dim 1, which a tensor"),
@@ -251,7 +255,11 @@ TWO_AXES = DeviceMesh((2, 3), ("shard", "tensor"))
             "axis 'shard': ragged_shard([0, 1], [1, 2]) can't share dim 1 with shard(1) on axis 'tensor'; "
             "a ragged shard has its dims for itself",
         ),
-        ([Shard(0), RaggedShard(0, (1, 2, 0))], (4,), "axis 'shard': shard(0) can't share dim 0 with ragged_shard([0], "),
+        (
+            [Shard(0), RaggedShard(0, (1, 2, 0))],
+            (4,),
+            "axis 'shard': shard(0) can't share dim 0 with ragged_shard([0], ",
+        ),
         ([StridedShard(0, 1), RaggedShard(0, (1, 2, 0))], (4,), "axis 'shard': strided_shard(0, 1) can't share dim 0"),
         ([RaggedShard(0, (1, 2)), RaggedShard(0, (1, 2, 0))], (4,), "ragged_shard([0], [1, 2]) can't share dim 0 with"),
         (
@@ -262,7 +270,11 @@ TWO_AXES = DeviceMesh((2, 3), ("shard", "tensor"))
         ([Partial("max"), Partial("min")], (4,), "partial(max) on axis 'shard' and partial(min) on axis 'tensor'"),
         ([Partial("avg"), Partial("min")], (4,), "partial(avg) on axis 'shard' and partial(min) on axis 'tensor'"),
         ([Shard(0)], (4,), "the mesh shard=2xtensor=3 needs 2 placements, found 1"),
-        ({"context": Shard(0)}, (4,), "a placement names the axis 'context', which the mesh shard=2xtensor=3 does not have"),
+        (
+            {"context": Shard(0)},
+            (4,),
+            "a placement names the axis 'context', which the mesh shard=2xtensor=3 does not have",
+        ),
         (["shard(0)", Replicate()], (4,), "axis 'shard': 'shard(0)' is no placement; write for example Shard(0)"),
         ([Replicate(), Replicate()], (4, -1), "a tensor can't have the shape [4, -1]; the least size is 0"),
         ([Replicate(), Replicate()], 4, "a shape is a list of sizes, found 4"),
@@ -283,7 +295,11 @@ def test_linear_reductions_may_be_pending_together(second):
     [
         (Shard(0), {"shard": Partial()}, "axis 'shard': the gradient of shard(0) is shard(0), found partial"),
         (Partial(), {"shard": Partial()}, "axis 'shard': the gradient of partial is replicate, found partial"),
-        (Partial("max"), {"shard": Replicate()}, "axis 'shard': the gradient of partial(max) is partial, found replicate"),
+        (
+            Partial("max"),
+            {"shard": Replicate()},
+            "axis 'shard': the gradient of partial(max) is partial, found replicate",
+        ),
         (Replicate(), {"shard": Shard(0)}, "axis 'shard': the gradient of replicate is replicate, found shard(0)"),
         (Replicate(), {"context": Partial()}, "a gradient names the axis 'context', which the mesh"),
     ],
@@ -328,7 +344,9 @@ def test_questions_about_a_rank_do_not_count_elements_or_ranks():
         bounds = layout.slices(rank)
         assert layout.local_shape(rank) == tuple(part.stop - part.start for part in bounds)
         assert layout.local_numel(rank) == prod(layout.local_shape(rank))
-        assert sum(prod(part.stop - part.start for part in box) for box in ragged.boxes(rank)) == ragged.local_numel(rank)
+        assert sum(prod(part.stop - part.start for part in box) for box in ragged.boxes(rank)) == ragged.local_numel(
+            rank
+        )
     assert time.process_time() - started < 1.0
     assert layout.local_shape(0) == (huge // 64, huge // 4 + 1, 3, huge, huge - 1, huge // 4)
     assert ragged.local_numel(4095) == huge * huge * 5 // 8 * (huge // 4)

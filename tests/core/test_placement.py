@@ -82,7 +82,10 @@ def test_other_text_is_refused_with_the_forms_there_are(text):
         ("partial(mean)", "'mean' can't be pending on a partial value; write one of sum, avg, max, min"),
         ("strided_shard(0, 0)", r"split factor of a strided shard is 0; the least is 1, which is shard\(0\)"),
         ("ragged_shard([], [1])", "names no dim; write at least the first one"),
-        ("ragged_shard([0], [])", r"local units of a ragged shard are \[\]; they are not negative, and one is positive"),
+        (
+            "ragged_shard([0], [])",
+            r"local units of a ragged shard are \[\]; they are not negative, and one is positive",
+        ),
         ("ragged_shard([0], [0, 0])", r"local units of a ragged shard are \[0, 0\]"),
         ("ragged_shard([0], [2, -1])", r"local units of a ragged shard are \[2, -1\]"),
         ("ragged_shard([0], [1 2])", r"\[1 2\] is no list of whole numbers"),
