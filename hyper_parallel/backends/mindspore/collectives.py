@@ -12,7 +12,6 @@ It is finished in `wait`, or before the next collective that shares a rank with 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Sequence
 
 import mindspore as ms
@@ -20,30 +19,20 @@ import numpy as np
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from mindspore.mint import distributed as dist
 
-from hyper_parallel.backends.mindspore.joining import FAILURES, join, set_device
-from hyper_parallel.backends.mindspore.tensors import copy_, dtype_name, flat, memory, on_cpu, wide
+from hyper_parallel.backends.mindspore.joining import join, set_device
+from hyper_parallel.backends.mindspore.tensors import copy_, flat, memory, on_cpu, wide
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch, Work
-from hyper_parallel.core.collective_checks import Buffer, Call, RankGroup
-from hyper_parallel.core.errors import CommunicationError, ConfigError
+from hyper_parallel.core.errors import CommunicationError
+from hyper_parallel.core.job import Call, Job, RankGroup
 
 _SUMS = ("float32", "int8", "int16", "int32", "int64")  # dtypes that mccl sums exactly
 
-
-@dataclass
-class _Job:
-    """This process's place among the others, and what it shares with them."""
-
-    world: RankGroup
-    store: Any = None  # must live as long as the job: the first rank's serves the others
-    groups: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
-    # Receives that wait for their message, by source, in the order in which they were asked for.
-    receives: dict[int, deque[_Receive]] = field(default_factory=lambda: defaultdict(deque))
-
-
-_ALONE = RankGroup(ranks=(0,), index=0)
-_job: _Job | None = None
+_job = Job()
+_store: Any = None  # must live as long as the job: the first rank's serves the others
 _has_left = False  # MindSpore can connect to the others only once in the life of a process
+# Receives that wait for their message, by source, in the order in which they were asked for.
+_receives: defaultdict[int, deque[_Receive]] = defaultdict(deque)
 
 
 def initialize(launch: Launch) -> None:
@@ -51,54 +40,49 @@ def initialize(launch: Launch) -> None:
 
     Raises `CommunicationError` when a rank does not come within `launch.timeout_s`, or when this process has left
     other ranks before, `ConfigError` for a launcher that is not one of MindSpore's."""
-    global _job
-    if _job is not None:
-        raise CommunicationError(f"rank {rank()} is initialised already: call shutdown() before initialize()")
+    global _store
+    _job.require_outside()
     if _has_left:
         raise CommunicationError("this process has left its job, and MindSpore joins only once: start a new process")
     set_device(launch)
-    if launch.launcher == "single" or (launch.launcher == "local" and launch.world_size == 1):
-        place, store = (0, 1), None
-    else:
-        store = join(launch)
-        place = (get_rank(), get_group_size())
-    if place != (launch.rank, launch.world_size):
-        raise ConfigError(
-            f"launched as rank {launch.rank} of {launch.world_size} by {launch.launcher!r}, "
-            f"but MindSpore says rank {place[0]} of {place[1]}"
-        )
-    handle = GlobalComm.WORLD_COMM_GROUP if place[1] > 1 else None
-    _job = _Job(RankGroup(tuple(range(place[1])), place[0], handle), store)
+    world = RankGroup(ranks=(0,), index=0)
+    if launch.launcher != "single" and (launch.launcher, launch.world_size) != ("local", 1):
+        _store = join(launch)
+        size = get_group_size()
+        world = RankGroup(tuple(range(size)), get_rank(), GlobalComm.WORLD_COMM_GROUP if size > 1 else None)
+    _job.enter(launch, world, "MindSpore")
     barrier()  # the first rank to join must not end before the last one has
 
 
 def shutdown() -> None:
     """Leave the job; harmless when not initialised."""
-    global _job, _has_left
-    if _job is not None and _job.world.handle is not None:
+    global _has_left, _store
+    if _job.world.handle is not None:
         dist.destroy_process_group()
         _has_left = True
-    _job = None
+    _job.leave()
+    _receives.clear()
+    _store = None
 
 
 def is_initialized() -> bool:
     """Tell whether `initialize` has run."""
-    return _job is not None
+    return _job.launch is not None
 
 
 def rank() -> int:
     """Global rank of this process; 0 before `initialize`."""
-    return world().index
+    return _job.rank
 
 
 def world_size() -> int:
     """Number of ranks; 1 before `initialize`."""
-    return world().size
+    return _job.world.size
 
 
 def world() -> RankGroup:
     """The group of all ranks."""
-    return _ALONE if _job is None else _job.world
+    return _job.world
 
 
 def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
@@ -106,19 +90,13 @@ def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
 
     Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
     groups are made once and reused."""
-    ranks = checks.check_partition(partition, world_size(), rank())
-    if ranks is None:  # a call by a rank that is no member fails, and then hangs the next one
-        return None
-    known = {} if _job is None else _job.groups
-    if ranks not in known:
-        known[ranks] = _make_group(ranks)
-    return known[ranks]
+    return _job.groups(partition, _make_group)
 
 
 def all_gather(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
     """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
-    call = _call("all_gather", group)
-    checks.check_all_gather(call, _buffer(output), _buffer(input))
+    call = Call("all_gather", group)
+    checks.check_all_gather(call, output, input)
     if group.size == 1 or output.size == 0:
         return _copied(output, input)
     if on_cpu():
@@ -128,8 +106,8 @@ def all_gather(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: 
 
 def reduce_scatter(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
     """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
-    call = _call("reduce_scatter", group)
-    checks.check_reduce_scatter(call, _buffer(output), _buffer(input))
+    call = Call("reduce_scatter", group)
+    checks.check_reduce_scatter(call, output, input)
     if group.size == 1 or output.size == 0:
         return _copied(output, input)
     if on_cpu():
@@ -143,8 +121,8 @@ def reduce_scatter(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_
 
 def all_reduce(tensor: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
     """Sum over the group, in place."""
-    call = _call("all_reduce", group)
-    checks.check_all_reduce(call, _buffer(tensor))
+    call = Call("all_reduce", group)
+    checks.check_all_reduce(call, tensor)
     if group.size == 1 or tensor.size == 0:
         return _DONE
     if on_cpu():
@@ -154,8 +132,8 @@ def all_reduce(tensor: ms.Tensor, group: RankGroup, async_op: bool = False) -> W
 
 def broadcast(tensor: ms.Tensor, source: int, group: RankGroup, async_op: bool = False) -> Work:
     """Overwrite `tensor` with that of global rank `source`."""
-    call = _call("broadcast", group)
-    checks.check_broadcast(call, _buffer(tensor), source)
+    call = Call("broadcast", group)
+    checks.check_broadcast(call, tensor, source)
     if group.size == 1 or tensor.size == 0:
         return _DONE
     if on_cpu():
@@ -173,10 +151,11 @@ def all_to_all(
 ) -> Work:
     """Send piece j of the flat `input` to group member j, receive piece i of the flat `output` from member i.
     Splits are element counts (zero allowed), equal when not given."""
-    call = _call("all_to_all", group)
-    splits = checks.check_all_to_all(call, _buffer(output), _buffer(input), output_splits, input_splits)
+    call = Call("all_to_all", group)
+    checks.check_all_to_all(call, output, input, output_splits, input_splits)
     if group.size == 1:
         return _copied(output, input)
+    splits = _counts(output, output_splits, group), _counts(input, input_splits, group)
     if on_cpu():
         return _finished(call, lambda: _exchange(output, input, *splits, group))
     return _launch(
@@ -186,12 +165,13 @@ def all_to_all(
 
 def send(tensor: ms.Tensor, destination: int, group: RankGroup, async_op: bool = False) -> Work:
     """Send to global rank `destination`. Sends and receives of a pair match in order; there are no tags."""
-    call = _call("send", group)
-    checks.check_peer(call, _buffer(tensor), "destination", destination)
+    call = Call("send", group)
+    checks.check_peer(call, tensor, "destination", destination)
     if tensor.size == 0:
         return _DONE
     if on_cpu():  # buffered: it returns before the other side receives
-        with call.reporting(*FAILURES):
+        _require_joined(call)
+        with call:
             _send_bytes(_bytes(tensor), destination, group)
         return _DONE
     return _launch(call, async_op, lambda: dist.isend(flat(tensor), destination, group.handle))
@@ -199,11 +179,12 @@ def send(tensor: ms.Tensor, destination: int, group: RankGroup, async_op: bool =
 
 def receive(tensor: ms.Tensor, source: int, group: RankGroup, async_op: bool = False) -> Work:
     """Receive into `tensor` from global rank `source`."""
-    call = _call("receive", group)
-    checks.check_peer(call, _buffer(tensor), "source", source)
+    call = Call("receive", group)
+    checks.check_peer(call, tensor, "source", source)
     if tensor.size == 0:
         return _DONE
     if on_cpu():
+        _require_joined(call)
         work = _Receive(call, tensor, source, group)
         return work if async_op else _waited(work)
     return _launch(call, async_op, lambda: dist.irecv(flat(tensor), source, group.handle))
@@ -216,7 +197,7 @@ def barrier(group: RankGroup | None = None) -> None:
         # dist.barrier synchronises too, but logs that a CPU is not supported.
         all_reduce(ms.Tensor([0], ms.int32), group)
     elif group.size > 1:
-        with _call("barrier", group).reporting(*FAILURES):
+        with Call("barrier", group):
             dist.barrier(group.handle)
 
 
@@ -225,7 +206,7 @@ def gather_objects(value: object, group: RankGroup | None = None) -> list[object
     group = group or world()
     values: list[object] = [value] * group.size
     if group.size > 1:
-        _finished(_call("gather_objects", group), lambda: dist.all_gather_object(values, value, group.handle))
+        _finished(Call("gather_objects", group), lambda: dist.all_gather_object(values, value, group.handle))
     return values
 
 
@@ -243,7 +224,7 @@ class _Work:
         """Return when operators see the result. Calling it twice is harmless."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            with self._call.reporting(*FAILURES):
+            with self._call:
                 handle.wait()
 
 
@@ -258,7 +239,7 @@ class _Receive:
         self._tensor = tensor
         self._source = source
         self._group = group
-        self._waiting = _job.receives[source]
+        self._waiting = _receives[source]
         self._waiting.append(self)
 
     def wait(self) -> None:
@@ -267,25 +248,33 @@ class _Receive:
             self._waiting.popleft()._fetch()
 
     def _fetch(self) -> None:
-        with self._call.reporting(*FAILURES):
+        with self._call:
             _receive_bytes(_bytes(self._tensor), self._source, self._group)
 
 
 def _launch(call: Call, async_op: bool, start: Callable[[], Any]) -> Work:
     """Start a collective on the device."""
-    with call.reporting(*FAILURES):
+    _require_joined(call)
+    with call:
         work = _Work(call, start())
     return work if async_op else _waited(work)
 
 
 def _finished(call: Call, run: Callable[[], object]) -> Work:
     """Run a collective on the CPU, after the receives that its messages could be mistaken for."""
-    for source in call.ranks:
-        if waiting := _job.receives.get(source):
+    _require_joined(call)
+    for source in call.group.ranks if _receives else ():
+        if waiting := _receives.get(source):
             waiting[-1].wait()
-    with call.reporting(*FAILURES):
+    with call:
         run()
     return _DONE
+
+
+def _require_joined(call: Call) -> None:
+    """A group that was made in a job that is over would crash MindSpore."""
+    if not is_initialized():
+        raise call.error("this process has not joined the others: call initialize() first")
 
 
 def _waited(work: Work) -> Work:
@@ -299,15 +288,9 @@ def _copied(output: ms.Tensor, input: ms.Tensor) -> Work:
     return _DONE
 
 
-def _buffer(tensor: ms.Tensor) -> Buffer:
-    return Buffer(tensor.size, dtype_name(tensor), tensor.is_contiguous())
-
-
-def _call(operation: str, group: RankGroup) -> Call:
-    call = Call(operation, group.ranks, rank())
-    if group.size > 1 and _job is None:
-        raise call.error("this process has not joined the others: call initialize() first")
-    return call
+def _counts(tensor: ms.Tensor, splits: Sequence[int] | None, group: RankGroup) -> list[int]:
+    """How many elements go to, or come from, each member."""
+    return [tensor.size // group.size] * group.size if splits is None else list(splits)
 
 
 # What mccl lacks
@@ -378,18 +361,10 @@ def _others(group: RankGroup) -> Iterator[int]:
     return ((group.index + distance) % group.size for distance in range(1, group.size))
 
 
-def _make_group(ranks: tuple[int, ...]) -> RankGroup:
-    """Called by the members."""
-    if ranks == world().ranks:
-        return world()
-    index = ranks.index(rank())
-    if len(ranks) == 1:
-        return RankGroup(ranks, index)
-    call = Call("groups", ranks, rank())
-    with call.reporting(*FAILURES):
-        handle = dist.new_group(list(ranks))
-    if not handle:  # MindSpore has logged the reason
-        raise call.error("failed: MindSpore could not make the process group")
-    group = RankGroup(ranks, index, handle)
-    barrier(group)  # nobody may leave while others are still joining
-    return group
+def _make_group(ranks: tuple[int, ...], index: int) -> str:
+    """Called by the members: a call by another rank would fail, and then hang the next one."""
+    handle = dist.new_group(list(ranks))
+    if not handle:
+        raise RuntimeError("MindSpore could not make the process group")  # it has logged the reason
+    barrier(RankGroup(ranks, index, handle))  # nobody may leave while others are still joining
+    return handle

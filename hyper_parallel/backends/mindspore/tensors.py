@@ -9,6 +9,7 @@ in-place operators are used.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Iterable, Sequence
 
 import mindspore as ms
@@ -43,7 +44,7 @@ def is_tensor(value: object) -> bool:
 
 def dtype_name(tensor: ms.Tensor) -> str:
     """The dtype by its numpy spelling, "bfloat16" included."""
-    return str(tensor.dtype).lower()
+    return _name(tensor.dtype)
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -340,6 +341,11 @@ def memory_bytes() -> int:
     if on_cpu():
         return peak_resident_bytes()
     return int(ms.runtime.max_memory_allocated())
+
+
+@lru_cache(maxsize=None)
+def _name(dtype: ms.Type) -> str:
+    return str(dtype).lower()
 
 
 def _dtype(name: str) -> ms.Type:

@@ -7,8 +7,6 @@ precision, so sums go through float32.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Callable, Sequence
 
@@ -17,11 +15,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hyper_parallel.backends.torch.joining import join, set_device
-from hyper_parallel.backends.torch.tensors import dtype_name
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch
-from hyper_parallel.core.collective_checks import Buffer, Call, RankGroup
-from hyper_parallel.core.errors import CommunicationError, ConfigError
+from hyper_parallel.core.job import Call, Job, RankGroup
 
 # The newer name first: torch 2.13 warns about the older one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,21 +25,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 _SUM_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
-
-@dataclass
-class _Job:
-    """This process's place among the others, and the groups made so far."""
-
-    world: RankGroup
-    timeout: timedelta
-    joined_here: bool
-    number: int  # of the jobs that this process has been in
-    groups: dict[tuple[int, ...], RankGroup] = field(default_factory=dict)
-
-
-_ALONE = RankGroup(ranks=(0,), index=0)
-_job: _Job | None = None
-_job_numbers = itertools.count()
+_job = Job()
+_joined_here = False  # or a process group of the program is used as it is
 
 
 def initialize(launch: Launch) -> None:
@@ -51,54 +34,48 @@ def initialize(launch: Launch) -> None:
 
     A process group that the program has made itself is used as it is. Raises `CommunicationError` when a rank does
     not come within `launch.timeout_s`, `ConfigError` for a launcher that is not one of PyTorch's."""
-    global _job
-    if _job is not None:
-        raise CommunicationError(f"rank {rank()} is initialised already: call shutdown() before initialize()")
+    global _joined_here
+    _job.require_outside()
     set_device(launch)
-    joined_here = launch.launcher != "single" and not dist.is_initialized()
-    if joined_here:
+    _joined_here = launch.launcher != "single" and not dist.is_initialized()
+    if _joined_here:
         join(launch)
-    world = _ALONE
+    world = RankGroup(ranks=(0,), index=0)
     if dist.is_initialized():
         world = RankGroup(tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
-    if (world.index, world.size) != (launch.rank, launch.world_size):
-        raise ConfigError(
-            f"launched as rank {launch.rank} of {launch.world_size} by {launch.launcher!r}, "
-            f"but torch.distributed says rank {world.index} of {world.size}"
-        )
-    _job = _Job(world, timedelta(seconds=launch.timeout_s), joined_here, next(_job_numbers))
+    _job.enter(launch, world, "torch.distributed")
 
 
 def shutdown() -> None:
     """Leave the job; harmless when not initialised."""
-    global _job
-    if _job is not None and _job.joined_here:
+    if not is_initialized():
+        return
+    made = _job.leave()
+    if _joined_here:
         dist.destroy_process_group()
-    elif _job is not None:
-        for group in _job.groups.values():
-            if group.handle not in (None, _job.world.handle):
-                dist.destroy_process_group(group.handle)
-    _job = None
+    else:
+        for group in made:
+            dist.destroy_process_group(group.handle)
 
 
 def is_initialized() -> bool:
     """Tell whether `initialize` has run."""
-    return _job is not None
+    return _job.launch is not None
 
 
 def rank() -> int:
     """Global rank of this process; 0 before `initialize`."""
-    return world().index
+    return _job.rank
 
 
 def world_size() -> int:
     """Number of ranks; 1 before `initialize`."""
-    return world().size
+    return _job.world.size
 
 
 def world() -> RankGroup:
     """The group of all ranks."""
-    return _ALONE if _job is None else _job.world
+    return _job.world
 
 
 def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
@@ -106,45 +83,39 @@ def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
 
     Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
     groups are made once and reused."""
-    ranks = checks.check_partition(partition, world_size(), rank())
-    if ranks is None:
-        return None
-    known = {} if _job is None else _job.groups
-    if ranks not in known:
-        known[ranks] = _make_group(ranks)
-    return known[ranks]
+    return _job.groups(partition, _make_group)
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
     """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
-    call = _call("all_gather", group)
-    checks.check_all_gather(call, _buffer(output), _buffer(input))
+    call = Call("all_gather", group)
+    checks.check_all_gather(call, output, input)
     target, source = _flat(output), _flat(input)
-    if group.size == 1 or target.numel() == 0:
-        return _copied(call, target, source)
+    if _stays_here(group, target):
+        return _copied(target, source)
     return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=True)])
 
 
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
     """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
-    call = _call("reduce_scatter", group)
-    checks.check_reduce_scatter(call, _buffer(output), _buffer(input))
+    call = Call("reduce_scatter", group)
+    checks.check_reduce_scatter(call, output, input)
     target, source = _flat(output), _flat(input)
-    if group.size == 1 or target.numel() == 0:
-        return _copied(call, target, source)
+    if _stays_here(group, target):
+        return _copied(target, source)
     if source.device.type == "cpu":
-        return _exchange_and_sum(call, target, source, group, async_op)
+        return _exchange_and_sum(call, target, source, async_op)
     return _launch(call, async_op, lambda: [_reduce_scatter_single(target, source, group=group.handle, async_op=True)])
 
 
 def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
     """Sum over the group, in place."""
-    call = _call("all_reduce", group)
-    checks.check_all_reduce(call, _buffer(tensor))
+    call = Call("all_reduce", group)
+    checks.check_all_reduce(call, tensor)
     target = _flat(tensor)
-    if group.size == 1 or target.numel() == 0:
-        return _Work(call)
-    if target.device.type == "cpu" and target.dtype in _SUM_IN_FLOAT32:
+    if _stays_here(group, target):
+        return _DONE
+    if target.dtype in _SUM_IN_FLOAT32 and target.device.type == "cpu":
         total = target.float()
         return _launch(
             call,
@@ -157,11 +128,11 @@ def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -
 
 def broadcast(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Work:
     """Overwrite `tensor` with that of global rank `source`."""
-    call = _call("broadcast", group)
-    checks.check_broadcast(call, _buffer(tensor), source)
+    call = Call("broadcast", group)
+    checks.check_broadcast(call, tensor, source)
     target = _flat(tensor)
-    if group.size == 1 or target.numel() == 0:
-        return _Work(call)
+    if _stays_here(group, target):
+        return _DONE
     return _launch(call, async_op, lambda: [dist.broadcast(target, source, group=group.handle, async_op=True)])
 
 
@@ -175,11 +146,12 @@ def all_to_all(
 ) -> _Work:
     """Send piece j of the flat `input` to group member j, receive piece i of the flat `output` from member i.
     Splits are element counts (zero allowed), equal when not given."""
-    call = _call("all_to_all", group)
-    splits = checks.check_all_to_all(call, _buffer(output), _buffer(input), output_splits, input_splits)
+    call = Call("all_to_all", group)
+    checks.check_all_to_all(call, output, input, output_splits, input_splits)
     target, source = _flat(output), _flat(input)
     if group.size == 1:
-        return _copied(call, target, source)
+        return _copied(target, source)
+    splits = output_splits, input_splits
     return _launch(
         call,
         async_op,
@@ -189,16 +161,16 @@ def all_to_all(
 
 def send(tensor: torch.Tensor, destination: int, group: RankGroup, async_op: bool = False) -> _Work:
     """Send to global rank `destination`. Sends and receives of a pair match in order; there are no tags."""
-    call = _call("send", group)
-    checks.check_peer(call, _buffer(tensor), "destination", destination)
+    call = Call("send", group)
+    checks.check_peer(call, tensor, "destination", destination)
     source = _flat(tensor)
     return _launch(call, async_op, lambda: [dist.isend(source, destination, group=group.handle)])
 
 
 def receive(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Work:
     """Receive into `tensor` from global rank `source`."""
-    call = _call("receive", group)
-    checks.check_peer(call, _buffer(tensor), "source", source)
+    call = Call("receive", group)
+    checks.check_peer(call, tensor, "source", source)
     target = _flat(tensor)
     return _launch(call, async_op, lambda: [dist.irecv(target, source, group=group.handle)])
 
@@ -207,7 +179,7 @@ def barrier(group: RankGroup | None = None) -> None:
     """Return when every rank of the group (default: world) has called."""
     group = group or world()
     if group.size > 1:
-        with _call("barrier", group).reporting(RuntimeError):
+        with Call("barrier", group):
             dist.barrier(group=group.handle)
 
 
@@ -216,7 +188,7 @@ def gather_objects(value: object, group: RankGroup | None = None) -> list[object
     group = group or world()
     values: list[object] = [value] * group.size
     if group.size > 1:
-        with _call("gather_objects", group).reporting(RuntimeError):
+        with Call("gather_objects", group):
             dist.all_gather_object(values, value, group=group.handle)
     return values
 
@@ -224,20 +196,26 @@ def gather_objects(value: object, group: RankGroup | None = None) -> list[object
 class _Work:
     """A `core.backend.Work`: the framework's handles, and what is left to do once they are through."""
 
-    def __init__(self, call: Call, handles: Sequence[dist.Work] = (), finish: Callable[[], object] | None = None):
+    __slots__ = ("_call", "_handles", "_finish")
+
+    def __init__(self, call: Call | None, handles: Sequence[dist.Work], finish: Callable[[], object] | None = None):
         self._call = call
         self._handles = handles
         self._finish = finish
 
     def wait(self) -> None:
         """Return when the output may be read and the input may be changed. Calling it twice is harmless."""
-        with self._call.reporting(RuntimeError):
-            for handle in self._handles:
-                handle.wait()
-        self._handles = ()
+        handles, self._handles = self._handles, ()
+        if handles:
+            with self._call:
+                for handle in handles:
+                    handle.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+
+
+_DONE = _Work(None, ())
 
 
 def _launch(
@@ -246,17 +224,16 @@ def _launch(
     start: Callable[[], list[dist.Work]],
     finish: Callable[[], object] | None = None,
 ) -> _Work:
-    with call.reporting(RuntimeError):
+    with call:
         work = _Work(call, start(), finish)
     if not async_op:
         work.wait()
     return work
 
 
-def _exchange_and_sum(
-    call: Call, target: torch.Tensor, source: torch.Tensor, group: RankGroup, async_op: bool
-) -> _Work:
+def _exchange_and_sum(call: Call, target: torch.Tensor, source: torch.Tensor, async_op: bool) -> _Work:
     """Reduce-scatter in which every rank sends each piece straight to the rank that sums it, in rank order."""
+    group = call.group
     own = source.view(group.size, -1)
     pieces = [own[i] if i == group.index else torch.empty_like(target) for i in range(group.size)]
     # Ring order, so that the ranks do not all send to the same one first.
@@ -280,38 +257,23 @@ def _exchange_and_sum(
     return _launch(call, async_op, start, finish)
 
 
-def _copied(call: Call, target: torch.Tensor, source: torch.Tensor) -> _Work:
-    """The whole collective for a group of one, or for no elements."""
-    target.copy_(source[: target.numel()])
-    return _Work(call)
+def _stays_here(group: RankGroup, target: torch.Tensor) -> bool:
+    """Nothing travels: the rank is alone, or there are no elements."""
+    return group.size == 1 or target.numel() == 0
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor) -> _Work:
+    """The whole collective where nothing travels."""
+    target.copy_(source)
+    return _DONE
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a contiguous tensor: 1-D over the same memory, without history."""
-    return tensor.data.view(-1)
+    return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
 
 
-def _buffer(tensor: torch.Tensor) -> Buffer:
-    return Buffer(tensor.numel(), dtype_name(tensor), tensor.is_contiguous())
-
-
-def _call(operation: str, group: RankGroup) -> Call:
-    return Call(operation, group.ranks, rank())
-
-
-def _make_group(ranks: tuple[int, ...]) -> RankGroup:
-    """Called by the members."""
-    if ranks == world().ranks:
-        return world()
-    index = ranks.index(rank())
-    if len(ranks) == 1:
-        return RankGroup(ranks, index)
-    call = Call("groups", ranks, rank())
-    with call.reporting(RuntimeError):
-        return RankGroup(ranks, index, _new_process_group(ranks, index))
-
-
-def _new_process_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
+def _make_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
     """What `dist.new_group` does for its members, under a name that depends on the ranks alone.
 
     `new_group` puts the number of groups that a process knows into the name, also with `use_local_synchronization`:
@@ -327,7 +289,7 @@ def _new_process_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
             dist.get_backend(),
             distributed_c10d._get_default_store(),
             f"hyper_parallel/{_job.number}/{'-'.join(map(str, ranks))}",
-            timeout=_job.timeout,
+            timeout=timedelta(seconds=_job.launch.timeout_s),
         )
     finally:
         everyone.bound_device_id = bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ def is_tensor(value: object) -> bool:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """The dtype by its numpy spelling, "bfloat16" included."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
 
 
 def from_numpy(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
@@ -230,6 +231,11 @@ def memory_bytes() -> int:
     if device().type == "cpu":
         return peak_resident_bytes()
     return torch.accelerator.max_memory_allocated()
+
+
+@lru_cache(maxsize=None)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:
