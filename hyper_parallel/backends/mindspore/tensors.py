@@ -103,9 +103,10 @@ def zero_(tensor: ms.Tensor) -> None:
 
 def flat(tensor: ms.Tensor) -> ms.Tensor:
     """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
-    with ms._no_grad():
-        contiguous = tensor.contiguous()
-    return _over_storage(contiguous, 0, (contiguous.size,))
+    if not tensor.is_contiguous():  # `contiguous` copies an alias of a part, too
+        with ms._no_grad():
+            tensor = tensor.contiguous()
+    return _over_storage(tensor, 0, (tensor.size,))
 
 
 def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
