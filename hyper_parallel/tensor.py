@@ -60,7 +60,7 @@ def distribute_tensor(
 ) -> DTensor:
     """Spread a whole tensor over a mesh. Called by all ranks of the mesh.
 
-    Of a pending sum the first rank of the axis holds everything and the others zeros.
+    Of a pending sum one rank holds everything and the others zeros.
 
     Args:
         tensor: a `torch.Tensor` or `mindspore.Tensor` of the same shape and dtype on every rank.
