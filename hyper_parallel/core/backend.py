@@ -297,6 +297,15 @@ class ParameterUse(NamedTuple):
     parameter: Parameter
 
 
+class BufferUse(NamedTuple):
+    """One place where a module holds a tensor that belongs to it and is no parameter. What is not `persistent` is made
+    anew with the module and is in no checkpoint."""
+
+    name: str
+    buffer: Tensor
+    persistent: bool
+
+
 class HookHandle(Protocol):
     """A registered hook."""
 
@@ -314,10 +323,22 @@ class Modules(Protocol):
         """Every module with its qualified name ("" for the root), parents before children; one that stands in several
         places comes once for each."""
 
+    def class_name(self, module: Module) -> str:
+        """The name of a module's class. A framework's own layers go by the names that PyTorch gives them."""
+
+    def without_values(self) -> ContextManager[None]:
+        """Modules made inside have names, shapes and dtypes, and take no memory for the values of parameters."""
+
     def parameter_uses(self, module: Module) -> list[ParameterUse]:
         """Every use of every parameter below `module`, in definition order, tied ones and shared modules repeated.
 
-        Running statistics are no parameters, whatever the framework makes of them."""
+        A name ends with the attribute that holds the parameter, or, in a framework's own layers, with the name that
+        PyTorch gives it: "weight" and "bias". Running statistics are no parameters, whatever the framework makes of
+        them."""
+
+    def buffers(self, module: Module) -> list[BufferUse]:
+        """Every registered buffer below `module`, running statistics included, module after module. Names are as
+        those of parameters."""
 
     def load_parameters(self, module: Module, values: Mapping[str, np.ndarray]) -> None:
         """Overwrite whole (not yet sharded) parameters from numpy, by name.

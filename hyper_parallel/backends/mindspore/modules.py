@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
+from mindspore import mint, nn
+from mindspore.nn.utils import no_init_parameters
 
-from hyper_parallel.core.backend import HookHandle, Module, Parameter, ParameterUse, Tensor
+from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.loading import check_values
 
 # MindSpore keeps the running statistics of its normalisations as parameters that no gradient reaches and the forward
 # changes. They are what PyTorch calls buffers: every rank has its own.
-_STATISTICS = ("moving_mean", "moving_variance")
+_STATISTICS = {
+    "moving_mean": "running_mean",
+    "moving_variance": "running_var",
+    "running_mean": "running_mean",
+    "running_var": "running_var",
+    "num_batches_tracked": "num_batches_tracked",
+}
+
+# The names that PyTorch gives to MindSpore's own layers, those of `mint` being called as in PyTorch already, and to
+# what they hold: a model written in each framework's layers then has one plan and one set of names in checkpoints.
+_CLASS_NAMES = {each: name for name, each in vars(mint.nn).items() if isinstance(each, type)} | {
+    nn.Dense: "Linear",
+    nn.CellList: "ModuleList",
+    nn.CellDict: "ModuleDict",
+    nn.SequentialCell: "Sequential",
+}
+_NORMS = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+_PARAMETER_NAMES = (
+    ((nn.Embedding, nn.EmbeddingLookup), {"embedding_table": "weight"}),
+    (_NORMS, {"gamma": "weight", "beta": "bias"}),
+)
 
 
 def is_module(value: object) -> bool:
@@ -32,17 +56,57 @@ def _walk(cell: Module, path: str) -> Iterator[tuple[str, Module]]:
     yield path, cell
     for name, child in cell._cells.items():
         if child is not None:
-            yield from _walk(child, f"{path}.{name}" if path else name)
+            yield from _walk(child, _joined(path, name))
+
+
+def class_name(module: Module) -> str:
+    """See `core.backend.Modules`."""
+    return _CLASS_NAMES.get(type(module), type(module).__name__)
+
+
+def without_values() -> ContextManager[None]:
+    """See `core.backend.Modules`."""
+    return no_init_parameters()
 
 
 def parameter_uses(module: Module) -> list[ParameterUse]:
     """See `core.backend.Modules`."""
     return [
-        ParameterUse(f"{path}.{attribute}" if path else attribute, owner, attribute, parameter)
+        ParameterUse(_joined(path, _parameter_name(owner, attribute)), owner, attribute, parameter)
         for path, owner in named_modules(module)
         for attribute, parameter in owner._params.items()
-        if parameter is not None and attribute not in _STATISTICS
+        if parameter is not None and not _is_statistic(attribute, parameter)
     ]
+
+
+def _is_statistic(attribute: str, parameter: Parameter) -> bool:
+    return attribute in _STATISTICS and not parameter.requires_grad
+
+
+def _parameter_name(owner: Module, attribute: str) -> str:
+    for classes, names in _PARAMETER_NAMES:
+        name = names.get(attribute)
+        # A user's subclass may hold something else under that name.
+        if name is not None and isinstance(owner, classes) and name not in owner._params:
+            return name
+    return attribute
+
+
+def buffers(module: Module) -> list[BufferUse]:
+    """See `core.backend.Modules`."""
+    found = []
+    for path, owner in named_modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                found.append(BufferUse(_joined(path, name), buffer, name not in owner._non_persistent_buffers_set))
+        for attribute, parameter in owner._params.items():
+            if parameter is not None and _is_statistic(attribute, parameter):
+                found.append(BufferUse(_joined(path, _STATISTICS[attribute]), parameter, True))
+    return found
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def load_parameters(module: Module, values: Mapping[str, np.ndarray]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from hyper_parallel.backends.torch.tensors import to_device
-from hyper_parallel.core.backend import HookHandle, Module, Parameter, ParameterUse, Tensor
+from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.loading import check_values
 
 
@@ -23,6 +23,16 @@ def named_modules(module: Module) -> Iterator[tuple[str, Module]]:
     return module.named_modules(remove_duplicate=False)
 
 
+def class_name(module: Module) -> str:
+    """See `core.backend.Modules`."""
+    return type(module).__name__
+
+
+def without_values() -> ContextManager[None]:
+    """See `core.backend.Modules`."""
+    return torch.device("meta")
+
+
 def parameter_uses(module: Module) -> list[ParameterUse]:
     """See `core.backend.Modules`."""
     return [
@@ -30,6 +40,16 @@ def parameter_uses(module: Module) -> list[ParameterUse]:
         for path, owner in named_modules(module)
         for attribute, parameter in owner._parameters.items()
         if parameter is not None
+    ]
+
+
+def buffers(module: Module) -> list[BufferUse]:
+    """See `core.backend.Modules`."""
+    return [
+        BufferUse(f"{path}.{name}" if path else name, buffer, name not in owner._non_persistent_buffers_set)
+        for path, owner in named_modules(module)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
     ]
 
 
