@@ -1,6 +1,6 @@
-"""The command line: `hyper-parallel train` and `hyper-parallel compare`.
+"""The command line: `hyper-parallel train`, `compare` and `plan`.
 
-Exit status: 0 done; 1 a rank failed, or the backends differ; 2 something that the user can put right; 130 Ctrl-C.
+Exit status: 0 done; 1 a rank failed, or the backends or two plans differ; 2 something that the user can put right; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         with termination_as_exception():
-            return _train(options) if options.command == "train" else _compare(options)
+            return _COMMANDS[options.command](options)
     except HyperParallelError as error:
         return _complain(str(error), 2)
     except RanksFailed as failed:
@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What a command line asks for; an impossible one ends the process with a message."""
-    about = "Train a language model, sharded by one plan, with MindSpore or PyTorch."
+    from hyper_parallel import plan_command
+
+    about = "Plan how a model is sharded, and train a language model by one plan with MindSpore or PyTorch."
     parser = argparse.ArgumentParser(prog="hyper-parallel", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train with one backend")
@@ -47,7 +49,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument(
             "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, such as train.steps=20"
         )
-    return parser.parse_args(arguments)
+    plan = commands.add_parser("plan", help="plan a model on a mesh, or compare two plans")
+    plan_command.add_arguments(plan)
+    options = parser.parse_args(arguments)
+    if options.command == "plan":
+        plan_command.check_arguments(options, plan)
+    return options
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -79,6 +86,15 @@ def _compare(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     run_dir = choose_run_dir(options.run_dir, Path(options.config).stem)
     return 0 if compare(config, run_dir) else 1
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from hyper_parallel.plan_command import run
+
+    return run(options)
+
+
+_COMMANDS = {"train": _train, "compare": _compare, "plan": _plan}
 
 
 def _complain(message: str, status: int, ranks_ran: bool = False) -> int:
