@@ -1,5 +1,7 @@
 """What distributed tensors decide without a framework: how sides of an operation lie, and the shape of the whole."""
 
+import subprocess
+import sys
 from math import prod
 
 import numpy as np
@@ -23,6 +25,7 @@ from tests.core.arithmetic_cases import (
     summed_to,
 )
 from tests.core.strategies import draw_mesh, layouts
+from tests.pool import REPOSITORY
 
 MESH = DeviceMesh((4,), ("tensor",))
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -222,6 +225,12 @@ def test_most_ranks_are_right():
 
 
 # Without a job
+
+
+def test_importing_distributed_tensors_imports_no_framework():
+    code = "import sys; from hyper_parallel import DTensor, zeros; print({'torch', 'mindspore'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_factories_need_a_backend_that_has_joined():

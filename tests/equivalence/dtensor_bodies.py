@@ -253,6 +253,19 @@ def column_parallel(backend: Backend, array: np.ndarray) -> list[np.ndarray]:
     ]
 
 
+def plain(backend: Backend, source: Layout, target: Layout, array: np.ndarray) -> list[np.ndarray]:
+    """A plain local tensor in another layout, and the gradient of the first one."""
+    first = parameter(backend, source.shard(array, backend.collectives.rank()))
+    seen = []
+
+    def loss() -> Tensor:
+        local = hp.redistribute(first, source, target)
+        seen[:] = [backend.tensors.to_numpy(local)]
+        return weighted(backend, local, seen[0])
+
+    return [*gradients_of(backend, loss, [first]), *seen]
+
+
 def submesh(backend: Backend) -> list[list[float]]:
     """The full mesh, then a mesh of two ranks that the others do not know of, then the full mesh again."""
     rank, world = backend.collectives.rank(), backend.collectives.world_size()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from random import Random
 
 import numpy as np
@@ -13,6 +16,7 @@ from hyper_parallel.core.arithmetic import arrange
 from tests.core.arithmetic_cases import BY_LEFT, BY_RIGHT, OPERATIONS, draw_sides, some_value, summed_to
 from tests.core.strategies import draw_layout, draw_mesh, draw_shape
 from tests.equivalence import dtensor_bodies as bodies
+from tests.pool import REPOSITORY
 
 CASES = 40
 """Random operations on each backend and each number of ranks."""
@@ -191,7 +195,7 @@ def test_a_wrong_local_tensor_on_one_rank_is_refused_by_all(run, count):
     says = {
         "replicated": f"{who} a local tensor of shape (3, 5), but holds (3, 4) of [3, 4] on (tensor: replicate); found",
         "sharded": f"{who} a local tensor of shape (3, 5), but holds (3, 4) of {whole} on (tensor: shard(0)); found",
-        "sharded, shape given": f"{who} a local tensor of shape (7, 4), but holds (2, 4) of {given} on (tensor: shard(0))",
+        "sharded, shape given": f"{who} a local tensor of shape (7, 4), but holds (2, 4) of {given} on (tensor",
         "dims": f"{who} a local tensor of shape (3,), others have 2 dims; found (3, 4) at rank 0",
         "dtype": f"{who} float16, others float32: the parts of a tensor are of one dtype",
         "placements": "ranks call from_local alike",
@@ -249,6 +253,14 @@ def test_a_replicated_tensor_may_have_a_pending_gradient(run, count):
     for rank, gradients in enumerate(run(bodies.column_parallel, array)):
         for gradient in gradients:
             np.testing.assert_array_equal(gradient, layout.shard(array * ranks, rank))
+
+
+def test_plain_local_tensors_are_redistributed(run, count):
+    array = np.arange(15.0).reshape(5, 3)
+    source, target = (Layout(DeviceMesh((count,), ("tensor",)), [Shard(dim)], array.shape) for dim in (0, 1))
+    for rank, (gradient, local) in enumerate(run(bodies.plain, source, target, array)):
+        np.testing.assert_array_equal(local, target.shard(array, rank))
+        np.testing.assert_array_equal(gradient, source.shard(array, rank))
 
 
 def test_a_mesh_of_some_ranks_is_used_by_them_alone(run, count):
@@ -364,6 +376,28 @@ def test_what_may_not_be_overwritten_or_drawn(run):
         assert "unknown dtype 'float33'" in messages["dtype"]
         assert "redistribute needs placements" in messages["no placements"]
         assert "LayoutError" in messages["other ranks"]
+
+
+def test_of_two_joined_backends_one_is_named():
+    code = """
+        import hyper_parallel as hp
+        where = {"device_mesh": hp.DeviceMesh((1,), ("tensor",)), "placements": [hp.Replicate()]}
+        hp.initialize("torch")
+        print(type(hp.zeros(2, **where).to_local()).__module__)
+        hp.initialize("mindspore")
+        print(type(hp.zeros(2, backend="mindspore", **where).to_local()).__module__)
+        try:
+            hp.zeros(2, backend="torch", **where) + hp.zeros(2, backend="mindspore", **where)
+        except hp.LayoutError as error:
+            print(error)
+        hp.zeros(2, **where)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
+    )
+    said = done.stdout.splitlines()
+    assert said == ["torch", "mindspore.common.tensor", "+ can't mix a DTensor of torch with one of mindspore"]
+    assert 'ConfigError: both backends have joined; say which one: backend="torch"' in done.stderr
 
 
 def test_a_recompute_does_not_draw_another_mask_unnoticed(pool):
