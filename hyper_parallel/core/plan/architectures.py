@@ -1,0 +1,122 @@
+"""What only a model's own code tells: how fused parameters are laid out, architecture by architecture. Data only.
+
+An entry holds for a module of one of its classes, and for any module of a model whose configuration has one of its model types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Mapping
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """Rows of a fused projection to queries, keys and values.
+
+    "concatenated": all queries, all keys, all values. "grouped": for each key/value head its queries, its key, its value, so that a
+    contiguous cut between groups is a cut between heads. `key_value_heads` is "one", "each" (as many as query heads) or the
+    configuration's key that holds the number. `when` are configuration values without which the entry does not hold.
+    """
+
+    order: str
+    key_value_heads: str
+    classes: tuple[str, ...]
+    model_types: tuple[str, ...]
+    when: Mapping[str, object] = field(default_factory=dict)
+
+
+_FALCON = ("FalconAttention", "FalconFlashAttention2")
+_BIGCODE = ("GPTBigCodeAttention", "GPTBigCodeFlashAttention2", "GPTBigCodeSdpaAttention")
+
+FUSED_ATTENTION: tuple[FusedAttention, ...] = (
+    FusedAttention("concatenated", "each", ("GPT2Attention", "GPT2SdpaAttention", "GPT2FlashAttention2"), ("gpt2",)),
+    FusedAttention(
+        "concatenated",
+        "num_key_value_heads",
+        ("Phi3Attention", "Phi3SdpaAttention", "Phi3FlashAttention2"),
+        ("phi3",),
+    ),
+    FusedAttention("concatenated", "each", ("MptAttention",), ("mpt",)),
+    FusedAttention(
+        "grouped", "each", ("GPTNeoXAttention", "GPTNeoXSdpaAttention", "GPTNeoXFlashAttention2"), ("gpt_neox",)
+    ),
+    FusedAttention("grouped", "each", ("BloomAttention",), ("bloom",)),
+    FusedAttention("grouped", "each", ("PersimmonAttention",), ("persimmon",)),
+    FusedAttention("grouped", "num_kv_heads", _FALCON, ("falcon",), {"new_decoder_architecture": True}),
+    FusedAttention(
+        "concatenated", "one", _FALCON, ("falcon",), {"new_decoder_architecture": False, "multi_query": True}
+    ),
+    FusedAttention("grouped", "each", _FALCON, ("falcon",), {"new_decoder_architecture": False, "multi_query": False}),
+    FusedAttention("concatenated", "one", _BIGCODE, ("gpt_bigcode",), {"multi_query": True}),
+    FusedAttention("grouped", "each", _BIGCODE, ("gpt_bigcode",), {"multi_query": False}),
+)
+
+
+@dataclass(frozen=True)
+class FusedGate:
+    """Gate rows, then up rows, in one `gate_up` projection of a feed-forward layer."""
+
+    classes: tuple[str, ...]
+    model_types: tuple[str, ...]
+
+
+FUSED_GATES: tuple[FusedGate, ...] = (FusedGate(("Phi3MLP", "GlmMLP", "Glm4MLP"), ("phi3", "glm", "glm4")),)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Experts in one tensor with a leading dim over them.
+
+    `transposed`: [E, in, out], else [E, out, in]. `interleaved`: 2 where gate and up features alternate, 1 where all gates stand
+    before all ups.
+    """
+
+    classes: tuple[str, ...]
+    transposed: bool = False
+    interleaved: int = 1
+
+
+PACKED_EXPERTS: tuple[PackedExperts, ...] = (
+    PackedExperts(
+        (
+            "AfmoeExperts",
+            "BailingHybridExperts",
+            "Cohere2MoeExperts",
+            "DeepseekV2Experts",
+            "DeepseekV3Experts",
+            "DeepseekV32Experts",
+            "Dots1Experts",
+            "Ernie4_5_MoeExperts",
+            "ExaoneMoeExperts",
+            "FlexOlmoExperts",
+            "Glm4MoeExperts",
+            "Glm4MoeLiteExperts",
+            "GlmMoeDsaExperts",
+            "GraniteMoeExperts",
+            "GraniteMoeHybridExperts",
+            "GraniteMoeParallelExperts",
+            "GraniteMoeSharedExperts",
+            "GraniteMoeSharedParallelExperts",
+            "HunYuanMoEV1Experts",
+            "JambaExperts",
+            "KimiLinearExperts",
+            "Lfm2MoeExperts",
+            "MiMoV2FlashExperts",
+            "MiniMaxExperts",
+            "MiniMaxM2Experts",
+            "MixtralExperts",
+            "OlmoeExperts",
+            "PhimoeExperts",
+            "Qwen2MoeExperts",
+            "Qwen3MoeExperts",
+            "Qwen3NextExperts",
+            "Qwen3_5MoeExperts",
+            "SolarOpenExperts",
+        )
+    ),
+    PackedExperts(("Llama4TextExperts",), transposed=True),
+    PackedExperts(("GptOssExperts",), transposed=True, interleaved=2),
+)
+
+GATED_QUERIES: frozenset[str] = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
+"""Attention whose query projection gives, head by head, a query and a gate of the same size."""

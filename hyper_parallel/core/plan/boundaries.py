@@ -1,0 +1,65 @@
+"""Pass 3: what kind of boundary each group is, by the roles of its members."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+from hyper_parallel.core.errors import PlanError
+from hyper_parallel.core.plan.assignment import RoleResult
+from hyper_parallel.core.plan.grouping import Group
+from hyper_parallel.core.plan.role_rules import ROLES
+
+TYPES: dict[str, str] = {
+    "attention": "takes hidden states, mixes them across positions, gives hidden states",
+    "mlp": "takes hidden states through inner features to hidden states",
+    "up": "hidden states to inner features: the first half of an mlp that no module holds as a whole",
+    "down": "inner features to hidden states: the second half of such an mlp",
+    "norm": "a norm over hidden states",
+    "wide_norm": "a norm over the features of all heads, inside an attention",
+    "embedding": "token or position indices to hidden states",
+    "projection": "between the width of the embedding and that of hidden states",
+    "head": "hidden states to logits",
+    "router": "hidden states to scores of experts, or to a gate on the shared expert",
+    "experts": "hidden states and their choice of experts to hidden states, or the block that chooses and calls experts in a list",
+    "moe": "a module that holds experts and the parameters of their router",
+    "whole": "kept whole because an override says so",
+}
+"""Every type of boundary by its text form."""
+
+
+def boundary_types(groups: Iterable[Group], roles: RoleResult) -> dict[str, str]:
+    """The type of each group's module, a key of `TYPES`.
+
+    Raises:
+        PlanError: members of a group have roles that make no boundary together; lists every such group.
+    """
+    groups = tuple(groups)
+    found = {each.module: _type(each, roles) for each in groups}
+    violations = [
+        f"'{each.module or 'the model itself'}' ({each.class_name}) holds {_members(each, roles)}, which make no boundary together; "
+        "give parameters of one kind a module of their own, or set roles in the override file"
+        for each in groups
+        if found[each.module] is None
+    ]
+    if violations:
+        raise PlanError("\n".join(violations))
+    return {module: kind for module, kind in found.items() if kind is not None}
+
+
+def _type(group: Group, roles: RoleResult) -> str | None:
+    members = {roles.assignments[name].role for name in group.parameters}
+    families = {ROLES[role].boundary for role in members} - {"adapter"}
+    if families == {"mlp"}:
+        opens, closes = bool(members - {"down", "adapter"}), "down" in members
+        return "mlp" if opens and closes else "down" if closes else "up"
+    if families == {"router", "experts"}:
+        return "moe"
+    if len(families) != 1:
+        return None
+    return families.pop()
+
+
+def _members(group: Group, roles: RoleResult) -> str:
+    """One parameter of each role, the first."""
+    first = {roles.assignments[name].role: name for name in reversed(group.parameters)}
+    return ", ".join(f"{role} ({first[role]})" for role in sorted(first))

@@ -1,0 +1,55 @@
+"""Qualified names without what wraps a module: compilers, checkpointing, data parallelism, adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyper_parallel.core.plan.role_rules import ADAPTERS, LEAVES, NAMED_WRAPPERS, WRAPPERS
+
+
+@dataclass(frozen=True)
+class Name:
+    """A parameter's name, taken apart.
+
+    `path` are the segments of its module and `leaf` its own name, both as if nothing were wrapped: the weight of
+    `layers.0._orig_mod.mlp.up_proj.base_layer` is `("layers", "0", "mlp", "up_proj")`, "weight". `adapter` is "" or the part that
+    the parameter has in a low-rank adapter around the module `path`: "in", "out", or what can't be planned.
+    """
+
+    raw: tuple[str, ...]
+    path: tuple[str, ...]
+    ends: tuple[int, ...]
+    leaf: str
+    adapter: str = ""
+
+    def module(self, depth: int) -> str:
+        """The qualified name, as the model has it, of the module `path[:depth]`, wrappers around it included."""
+        return ".".join(self.raw[: self.ends[depth - 1] + 1]) if depth else ""
+
+    def inner(self, depth: int) -> str:
+        """The qualified name of what lies innermost in the wrappers of `path[:depth]`: the module whose class counts."""
+        if depth < len(self.path):
+            return ".".join(self.raw[: self.ends[depth]])
+        return self.module(depth) if self.adapter else ".".join(self.raw[:-1])
+
+
+def parse(name: str) -> Name:
+    """Take a parameter's qualified name apart."""
+    raw = tuple(name.split("."))
+    path: list[str] = []
+    ends: list[int] = []
+    skip = False
+    for index, segment in enumerate(raw):
+        if segment in ADAPTERS:
+            leaf = "bias" if raw[-1] == "bias" else "weight"
+            return Name(raw, tuple(path), tuple(ends), leaf, ADAPTERS[segment])
+        if index == len(raw) - 1:
+            break
+        if skip or segment in WRAPPERS:
+            skip = False
+        elif segment in NAMED_WRAPPERS:
+            skip = True
+        else:
+            path.append(segment)
+            ends.append(index)
+    return Name(raw, tuple(path), tuple(ends), LEAVES.get(raw[-1], raw[-1]))

@@ -1,0 +1,150 @@
+"""The sizes that a model must agree with: from its configuration, else from shapes that can mean only one thing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Mapping
+
+from hyper_parallel.core.plan.architectures import GATED_QUERIES
+from hyper_parallel.core.plan.model import ParameterDescription
+from hyper_parallel.core.plan.names import Name
+from hyper_parallel.core.plan.role_rules import CONFIG_KEYS
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number, and where it comes from, in words."""
+
+    value: int
+    source: str
+
+
+class Contradiction(Exception):
+    """A parameter's shape is not what its name promises. Never leaves the planner: it becomes a line of what was tried."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How an attention module cuts its features into heads. A None is not known."""
+
+    query: int | None = None
+    key: int | None = None
+    query_size: int | None = None
+    value_size: int | None = None
+    key_value_size: int | None = None
+    gates: int = 1
+    source: str = ""
+
+
+class Sizes:
+    """What is known of a model's sizes. `members` maps a logical module path and a leaf to the parameter there."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        named: Iterable[tuple[Name, ParameterDescription]],
+        class_of: Callable[[Path], str],
+    ) -> None:
+        text = config.get("text_config")
+        self.config: Mapping[str, Any] = text if isinstance(text, Mapping) else config
+        self.members: dict[tuple[Path, str], ParameterDescription] = {}
+        self.children: dict[Path, set[str]] = {}
+        for name, parameter in named:
+            if name.adapter:
+                continue
+            self.members.setdefault((name.path, name.leaf), parameter)
+            for depth in range(len(name.path) - 1, -1, -1):
+                children = self.children.setdefault(name.path[:depth], set())
+                if name.path[depth] in children:
+                    break
+                children.add(name.path[depth])
+        self.hidden: Size | None = self._configured("hidden")
+        self.vocabulary: Size | None = self._configured("vocabulary")
+        self._class_of = class_of
+        self._heads: dict[Path, Heads] = {}
+
+    def shape(self, path: Path, leaf: str = "weight") -> tuple[int, ...] | None:
+        """The shape of a parameter by its logical place."""
+        found = self.members.get((path, leaf))
+        return found.shape if found else None
+
+    def configured(self, key: str) -> int | None:
+        """A positive whole number of the configuration, by its own key."""
+        value = self.config.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    def size(self, symbol: str, holder: Path) -> Size | None:
+        """What a rule's `output` or `input` stands for in the module `holder`; None where nothing tells."""
+        if symbol in ("hidden", "vocabulary"):
+            return self.hidden if symbol == "hidden" else self.vocabulary
+        if symbol == "one":
+            return Size(1, "one gate")
+        if "latent" in symbol:
+            return self._latent(symbol, holder)
+        heads = self.heads(holder)
+        count = heads.key if symbol in ("key", "value") else heads.query
+        each = {
+            "query": heads.query_size and heads.query_size * heads.gates,
+            "key": heads.query_size,
+            "value": heads.value_size,
+            "mixed": heads.value_size,
+            "key and value": heads.key_value_size,
+        }[symbol]
+        return Size(count * each, f"{count} heads of {each} ({heads.source})") if count and each else None
+
+    def heads(self, holder: Path) -> Heads:
+        """The heads of the attention module `holder`."""
+        if holder not in self._heads:
+            self._heads[holder] = self._find_heads(holder)
+        return self._heads[holder]
+
+    def _find_heads(self, holder: Path) -> Heads:
+        count = self._configured("heads")
+        norm = self.shape(holder + ("q_norm",))
+        rows = self.shape(holder + ("q_proj",))
+        if not count:
+            if not (norm and rows and len(norm) == 1 and norm[0] < rows[0] and rows[0] % norm[0] == 0):
+                return Heads()
+            keys = self.shape(holder + ("k_proj",))
+            key_heads = keys[0] // norm[0] if keys and keys[0] % norm[0] == 0 else None
+            return Heads(rows[0] // norm[0], key_heads, norm[0], norm[0], source="the size of q_norm")
+        if "kv_b_proj" in self.children.get(holder, ()):
+            return self._latent_heads(count.value)
+        keys = self._configured("key/value heads") or count
+        each = self._configured("head")
+        if each is None:
+            if self.hidden is None or self.hidden.value % count.value:
+                return Heads(count.value, keys.value, source=count.source)
+            each = Size(self.hidden.value // count.value, f"{self.hidden.source} / {count.source}")
+        sources = ", ".join(dict.fromkeys((count.source, keys.source, each.source)))
+        gates = 2 if self._class_of(holder) in GATED_QUERIES else 1
+        return Heads(count.value, keys.value, each.value, each.value, gates=gates, source=sources)
+
+    def _latent_heads(self, count: int) -> Heads:
+        plain, turned = self.configured("qk_nope_head_dim"), self.configured("qk_rope_head_dim")
+        value = self.configured("v_head_dim")
+        if not (plain and turned and value):
+            return Heads(count, count, source="num_attention_heads")
+        source = "num_attention_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim"
+        return Heads(count, count, plain + turned, value, plain + value, source=source)
+
+    def _latent(self, symbol: str, holder: Path) -> Size | None:
+        """The width of a latent: the configuration's, else what the projection out of it takes in."""
+        if symbol == "query latent":
+            inner = self.shape(holder + ("q_b_proj",))
+            return self._configured("query latent") or (Size(inner[1], "columns of q_b_proj") if inner else None)
+        inner = self.shape(holder + ("kv_b_proj",))
+        latent = self._configured("latent") or (Size(inner[1], "columns of kv_b_proj") if inner else None)
+        if symbol == "latent" or latent is None:
+            return latent
+        turned = self.configured("qk_rope_head_dim")
+        return Size(latent.value + turned, f"{latent.source} + qk_rope_head_dim") if turned else None
+
+    def _configured(self, what: str) -> Size | None:
+        for key in CONFIG_KEYS[what]:
+            value = self.configured(key)
+            if value:
+                return Size(value, key)
+        return None
