@@ -190,8 +190,10 @@ def _call_factory(module_name: str, path: str) -> Any:
     if not isinstance(model, ModelDescription):
         try:
             backends.of_model(model)
+        except BackendUnavailable:
+            raise
         except ConfigError as error:
-            raise ConfigError(f"--model: {module_name}:{path}() made {error}, or a ModelDescription") from error
+            raise ConfigError(f"--model: what {module_name}:{path}() made is {error}, or a ModelDescription") from error
     return model
 
 

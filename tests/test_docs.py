@@ -20,6 +20,7 @@ from hyper_parallel.core.placement import parse_placement
 from hyper_parallel.core.topology import Topology
 from hyper_parallel.core.transition import lower
 from hyper_parallel.core.wire import Step
+from hyper_parallel.plan_command import parse_mesh
 from hyper_parallel.train.config import Config, load_config
 from hyper_parallel.train.options import defaults_of, keys_of
 
@@ -72,8 +73,12 @@ def test_a_block_of_shell_names_commands_settings_and_targets_that_exist(code: s
 
 
 def check_command(words: list[str]) -> None:
-    """The command line is accepted, and so are the settings."""
+    """The command line is accepted, and so are the settings, or the mesh of a plan."""
     options = parse(words)
+    if options.command == "plan":
+        if options.mesh:
+            parse_mesh(options.mesh)
+        return
     load_config(REPOSITORY / options.config, options.set, getattr(options, "backend", None))
 
 

@@ -48,6 +48,8 @@ def read_description(values: Any) -> ModelDescription:
     """See `ModelDescription.from_dict`."""
     if not isinstance(values, Mapping):
         raise PlanError(f"a description is a mapping with the keys {', '.join(_KEYS)}, found {_short(values)}")
+    if "model_type" in values and "parameters" not in values:
+        raise PlanError("this is a configuration, not a description; the command line wants hf: before it")
     _check_keys(values, _KEYS, "")
     class_name = _text(values, "model_class", "")
     modules = _modules(_get(values, "modules", Mapping, ""), class_name)
