@@ -353,6 +353,23 @@ def identity_passes_the_gradient_on(backend: Backend) -> None:
         assert found[1].tolist() == [5, 5, 5]
 
 
+def gradients_of_any_form(backend: Backend) -> None:
+    """A gradient may be one number seen many times; `flat` makes elements of it, of vectors too."""
+    tensors = backend.tensors
+    weight = parameter(backend, np.ones(3, "float32"))
+
+    def backward(gradient: Tensor, kept: Any) -> Tensor:
+        result = tensors.buffer(gradient, 3)
+        tensors.move_(result, tensors.flat(gradient), [Move((3,), 0, (1,), 0, (1,))])
+        return result
+
+    def loss() -> Tensor:
+        return backend.autograd.differentiable(weight, lambda tensor: (tensor, None), backward).sum()
+
+    _, (gradient,) = backend.autograd.value_and_grad(loss, [weight])()
+    assert tensors.to_numpy(gradient).tolist() == [1, 1, 1]
+
+
 def nothing_to_record(backend: Backend) -> None:
     """Outside recording, under `no_grad`, for constants and for integers only `forward` runs."""
     autograd, tensors = backend.autograd, backend.tensors

@@ -30,6 +30,7 @@ def alone(pool, backend_name):
         bodies.unused_results,
         bodies.results_over_the_input,
         bodies.identity_passes_the_gradient_on,
+        bodies.gradients_of_any_form,
         bodies.nothing_to_record,
         bodies.dtypes_may_change,
         bodies.errors_come_through,

@@ -137,6 +137,12 @@ def test_flat_shares_the_storage_of_a_contiguous_tensor():
     assert tensors.flat(matrix.t()).tolist() == [0, 3, 1, 4, 2, 5]
 
 
+@pytest.mark.parametrize("tensor", [torch.arange(8)[::2], torch.ones(()).expand(4), torch.ones(2, 1).expand(2, 3)])
+def test_flat_is_contiguous_whatever_it_is_made_from(tensor):
+    assert tensors.flat(tensor).is_contiguous()
+    assert tensors.flat(tensor).tolist() == tensor.reshape(-1).tolist()
+
+
 def test_copy_casts_and_takes_any_shape_of_the_same_size():
     target = torch.zeros(2, 3, dtype=torch.float64)
     tensors.copy_(target, torch.arange(6, dtype=torch.int32).reshape(3, 2).t())

@@ -93,7 +93,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: RankGroup, asyn
     target, source = _flat(output), _flat(input)
     if _stays_here(group, target):
         return _copied(target, source)
-    return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=True)])
+    return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=async_op)])
 
 
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
@@ -105,7 +105,9 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: RankGroup, 
         return _copied(target, source)
     if source.device.type == "cpu":
         return _exchange_and_sum(call, target, source, async_op)
-    return _launch(call, async_op, lambda: [_reduce_scatter_single(target, source, group=group.handle, async_op=True)])
+    return _launch(
+        call, async_op, lambda: [_reduce_scatter_single(target, source, group=group.handle, async_op=async_op)]
+    )
 
 
 def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
@@ -120,10 +122,10 @@ def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -
         return _launch(
             call,
             async_op,
-            lambda: [dist.all_reduce(total, group=group.handle, async_op=True)],
+            lambda: [dist.all_reduce(total, group=group.handle, async_op=async_op)],
             finish=lambda: target.copy_(total),
         )
-    return _launch(call, async_op, lambda: [dist.all_reduce(target, group=group.handle, async_op=True)])
+    return _launch(call, async_op, lambda: [dist.all_reduce(target, group=group.handle, async_op=async_op)])
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Work:
@@ -133,7 +135,7 @@ def broadcast(tensor: torch.Tensor, source: int, group: RankGroup, async_op: boo
     target = _flat(tensor)
     if _stays_here(group, target):
         return _DONE
-    return _launch(call, async_op, lambda: [dist.broadcast(target, source, group=group.handle, async_op=True)])
+    return _launch(call, async_op, lambda: [dist.broadcast(target, source, group=group.handle, async_op=async_op)])
 
 
 def all_to_all(
@@ -155,7 +157,7 @@ def all_to_all(
     return _launch(
         call,
         async_op,
-        lambda: [dist.all_to_all_single(target, source, *splits, group=group.handle, async_op=True)],
+        lambda: [dist.all_to_all_single(target, source, *splits, group=group.handle, async_op=async_op)],
     )
 
 
@@ -194,7 +196,7 @@ def gather_objects(value: object, group: RankGroup | None = None) -> list[object
 
 
 class _Work:
-    """A `core.backend.Work`: the framework's handles, and what is left to do once they are through."""
+    """A `core.backend.Work`: the framework's handles (None where it has waited), and what is left to do after them."""
 
     __slots__ = ("_call", "_handles", "_finish")
 
@@ -209,7 +211,8 @@ class _Work:
         if handles:
             with self._call:
                 for handle in handles:
-                    handle.wait()
+                    if handle is not None:
+                        handle.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -221,7 +224,7 @@ _DONE = _Work(None, ())
 def _launch(
     call: Call,
     async_op: bool,
-    start: Callable[[], list[dist.Work]],
+    start: Callable[[], list[dist.Work | None]],
     finish: Callable[[], object] | None = None,
 ) -> _Work:
     with call:

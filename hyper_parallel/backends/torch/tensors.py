@@ -83,7 +83,7 @@ def zero_(tensor: torch.Tensor) -> None:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
-    return tensor.data.reshape(-1).data
+    return tensor.data.contiguous().view(-1).data
 
 
 def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
@@ -102,7 +102,8 @@ def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
         raise LayoutError("an alias can't be made while the storage is released: call restore_storage first")
     # `data`, not `detach` or a view: a write to a tensor that shares a version counter would make autograd refuse
     # what it has saved of the others.
-    return flat.data.narrow(0, start, count).view(tuple(shape)).data
+    part = flat.data if count == flat.numel() else flat.data.narrow(0, start, count)
+    return part.view(tuple(shape)).data
 
 
 def reads_parts_in_place() -> bool:
