@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Iterable, Iterator
 
 from hyper_parallel.core.errors import PlanError
-from hyper_parallel.core.layout import chunk_bounds
+from hyper_parallel.core.layout import Layout, chunk_bounds
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Shard
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
@@ -31,15 +31,22 @@ def plan_fully_sharded(model: ModelDescription, mesh: DeviceMesh) -> ShardingPla
             f"the mesh {mesh} has the axis {idle[0]!r}, and a plan of fully sharded parameters uses only "
             f"'replicate' and 'shard'; give {idle[0]!r} the size 1 or leave it out"
         )
-    unit_of = _units_by_parameter(model)
+    unit_of = units_by_parameter(model)
     parameters = tuple(_plan_parameter(each, mesh, unit_of[each.name]) for each in model.parameters)
+    units = units_of(model, parameters)
+    notes = tuple(notes_on_shards(parameters, mesh))
+    return ShardingPlan(model.class_name, mesh, units, parameters, dict(model.tied), notes)
+
+
+def units_of(model: ModelDescription, parameters: Iterable[ParameterPlan]) -> tuple[UnitPlan, ...]:
+    """The units that parameters name, inner ones first, the model itself last."""
     used = {parameter.unit for parameter in parameters} | {ROOT}
     blocks = [name for name in model.modules if name in used and name != ROOT]
-    units = tuple(UnitPlan(name, reshard_after_forward=True) for name in blocks) + (UnitPlan(ROOT, False),)
-    return ShardingPlan(model.class_name, mesh, units, parameters, dict(model.tied), tuple(_notes(parameters, mesh)))
+    return tuple(UnitPlan(name, reshard_after_forward=True) for name in blocks) + (UnitPlan(ROOT, False),)
 
 
-def _units_by_parameter(model: ModelDescription) -> dict[str, str]:
+def units_by_parameter(model: ModelDescription) -> dict[str, str]:
+    """The unit of each parameter: its block, or the model itself."""
     units = {each.name: _block(each.name) for each in model.parameters}
     for other, first in model.tied.items():
         if _block(other) != units[first]:
@@ -59,11 +66,20 @@ def _block(name: str) -> str:
 def _plan_parameter(parameter: ParameterDescription, mesh: DeviceMesh, unit: str) -> ParameterPlan:
     split = "shard" in mesh.names and parameter.shape
     placements: dict[str, Placement] = {"shard": Shard(0)} if split else {}
-    return ParameterPlan(parameter.name, parameter.shape, parameter.dtype, parameter.trainable, placements, unit)
+    return ParameterPlan(
+        parameter.name,
+        parameter.shape,
+        parameter.dtype,
+        parameter.trainable,
+        placements,
+        unit,
+        pending=tuple(axis for axis in ("replicate", "shard") if mesh.axis_size(axis) > 1),
+        local_shape=Layout(mesh, placements, parameter.shape).local_shape(mesh.ranks[0]),
+    )
 
 
-def _notes(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> Iterator[str]:
-    """What is split so that some ranks hold nothing, or not at all: a sentence for each kind."""
+def notes_on_shards(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> Iterator[str]:
+    """What fully sharded data parallelism splits so that some ranks hold nothing, or not at all: a sentence for each kind."""
     size = mesh.axis_size("shard")
     if size == 1:
         return

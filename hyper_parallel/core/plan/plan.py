@@ -15,14 +15,20 @@ from hyper_parallel.core.errors import LayoutError, PlanError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, parse_placement
+from hyper_parallel.core.plan.contracts import BoundaryPlan
 
-FORMAT = 1
+FORMAT = 2
 """Version of the YAML form."""
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """Where one parameter lies: `placements` per mesh axis, and the unit that gathers it."""
+    """Where one parameter lies: `placements` per mesh axis, and the unit that gathers it.
+
+    `role` says what it is ("" where nothing had to know), `rule` why, `boundary` the module that it acts in. `pending`
+    are the mesh axes along which the raw gradient of the local part is a partial sum. `local_shape` is that of the first
+    rank, which holds the most. `notes` are what is worth knowing.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -30,6 +36,12 @@ class ParameterPlan:
     trainable: bool
     placements: Mapping[str, Placement]
     unit: str
+    role: str = ""
+    rule: str = ""
+    boundary: str = ""
+    pending: tuple[str, ...] = ()
+    local_shape: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -55,7 +67,10 @@ class ShardingPlan:
     """One static plan for one model on one mesh.
 
     `plan[name]` is a parameter's part, by any of its names. `tied` maps further names to first names. `notes` tell
-    what a user may want to know before the run, a sentence each.
+    what a user may want to know before the run, a sentence each. `boundaries` are the modules whose inputs and outputs
+    carry contracts; there are none where no axis but `replicate` and `shard` is active. `sequence_parallel` says whether
+    hidden states are cut along the sequence over `tensor`. `tokens` is the global batch that traffic is counted for, in
+    sequences and tokens of each.
     """
 
     model_class: str
@@ -64,6 +79,9 @@ class ShardingPlan:
     parameters: tuple[ParameterPlan, ...]
     tied: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    boundaries: tuple[BoundaryPlan, ...] = ()
+    sequence_parallel: bool = False
+    tokens: tuple[int, int] = (0, 0)
 
     def __getitem__(self, name: str) -> ParameterPlan:
         first = self.tied.get(name, name)
@@ -108,9 +126,18 @@ class ShardingPlan:
                     "trainable": each.trainable,
                     "placements": {axis: str(placement) for axis, placement in each.placements.items()},
                     "unit": each.unit,
+                    "role": each.role,
+                    "rule": each.rule,
+                    "boundary": each.boundary,
+                    "pending": list(each.pending),
+                    "local_shape": list(each.local_shape),
+                    "notes": list(each.notes),
                 }
                 for each in self.parameters
             },
+            "sequence_parallel": self.sequence_parallel,
+            "tokens": list(self.tokens),
+            "boundaries": {each.module: each.to_dict() for each in self.boundaries},
             "tied": dict(self.tied),
             "notes": list(self.notes),
         }
@@ -135,10 +162,27 @@ class ShardingPlan:
                     trainable=each["trainable"],
                     placements={axis: parse_placement(text) for axis, text in each["placements"].items()},
                     unit=each["unit"],
+                    role=each["role"],
+                    rule=each["rule"],
+                    boundary=each["boundary"],
+                    pending=tuple(each["pending"]),
+                    local_shape=tuple(each["local_shape"]),
+                    notes=tuple(each["notes"]),
                 )
                 for name, each in values["parameters"].items()
             )
-            return cls(values["model"], mesh, units, parameters, dict(values["tied"]), tuple(values["notes"]))
+            sequences, length = values["tokens"]
+            return cls(
+                values["model"],
+                mesh,
+                units,
+                parameters,
+                dict(values["tied"]),
+                tuple(values["notes"]),
+                tuple(BoundaryPlan.from_dict(module, each) for module, each in values["boundaries"].items()),
+                values["sequence_parallel"],
+                (sequences, length),
+            )
         except KeyError as error:
             raise PlanError(f"a plan needs the key {error}, which is missing") from error
         except (AttributeError, TypeError, ValueError, LayoutError) as error:

@@ -1,0 +1,139 @@
+"""The six passes, one after the other: from a description, a mesh and overrides to a plan without a violation."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Iterable, Mapping
+
+from hyper_parallel.core.errors import PlanError
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.plan.assignment import RoleResult
+from hyper_parallel.core.plan.boundaries import boundary_types
+from hyper_parallel.core.plan.contracts import BoundaryPlan, active
+from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_sharded, units_by_parameter, units_of
+from hyper_parallel.core.plan.grouping import Group, group
+from hyper_parallel.core.plan.lint import lint
+from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
+from hyper_parallel.core.plan.overrides import Overrides
+from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, place
+from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
+from hyper_parallel.core.plan.roles import all_names, assign_roles
+from hyper_parallel.core.plan.templates import Member, Streams, boundaries
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan in the making, with all that lint wants to know. `members` and `roles` have every name, tied ones too."""
+
+    model: ModelDescription
+    mesh: DeviceMesh
+    overrides: Overrides
+    roles: RoleResult
+    groups: tuple[Group, ...]
+    kinds: Mapping[str, str]
+    members: Mapping[str, Member]
+    boundaries: tuple[BoundaryPlan, ...]
+
+    @property
+    def holder(self) -> dict[str, str]:
+        """The boundary module of each name."""
+        return {name: each.module for each in self.groups for name in each.parameters}
+
+
+def derive(
+    model: ModelDescription, mesh: DeviceMesh, overrides: Mapping[str, Any] | str | os.PathLike | None = None
+) -> ShardingPlan:
+    """Plan a model on a mesh.
+
+    Where only `replicate` and `shard` are active nothing has to be known of a parameter but its shape; every other axis
+    needs its role.
+
+    Raises:
+        PlanError: every violation, with what to write into the override file.
+    """
+    if not overrides and set(active(mesh)) <= set(DATA_PARALLEL):
+        return plan_fully_sharded(model, mesh)
+    draft = make_draft(model, mesh, Overrides.read(overrides, model, mesh))
+    violations = lint(draft)
+    if violations:
+        raise PlanError("\n".join([f"{model.class_name} can't be planned on {mesh}:", *map(str, violations)]))
+    return _plan(draft)
+
+
+def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) -> Draft:
+    """Passes 1 to 5."""
+    roles = overrides.roles(assign_roles(model))
+    groups = group(model, roles)
+    kinds = boundary_types(groups, roles)
+    described = {each.name: each for each in all_names(model)}
+    experts = _expert_counts(groups, roles)
+    members = {}
+    for each in groups:
+        for name in each.parameters:
+            around = Surroundings(mesh, overrides.sequence_parallel, experts.get(each.module))
+            placed = overrides.placed(name, place(described[name], roles.assignments[name], around))
+            members[name] = Member(described[name], roles.assignments[name], placed)
+    streams = Streams(mesh, overrides.sequence_parallel, hidden_size(described.values(), roles))
+    plans = overrides.boundaries(boundaries(groups, kinds, members, streams))
+    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans))
+
+
+def hidden_size(parameters: Iterable[ParameterDescription], roles: RoleResult) -> int:
+    """Width of the hidden states: what norms work on, else the input of attention, else 1."""
+    sizes = {each.name: each.shape for each in parameters}
+    for role, dim in (("norm", 0), ("query", None), ("qkv", None), ("latent", None)):
+        for name, assignment in roles.assignments.items():
+            if assignment.role == role and sizes[name]:
+                along = dim if dim is not None else assignment.input_dim
+                if along is not None:
+                    return sizes[name][along]
+    return 1
+
+
+def _expert_counts(groups: Iterable[Group], roles: RoleResult) -> dict[str, int]:
+    """Number of experts in each module that holds them one by one."""
+    counts: dict[str, int] = {}
+    for each in groups:
+        numbers = [roles.assignments[name].expert for name in each.parameters]
+        if known := [number for number in numbers if number is not None]:
+            counts[each.module] = max(known) + 1
+    return counts
+
+
+def _plan(draft: Draft) -> ShardingPlan:
+    unit_of = units_by_parameter(draft.model)
+    holder = draft.holder
+    parameters = tuple(_parameter(draft, each, unit_of[each.name], holder) for each in draft.model.parameters)
+    return ShardingPlan(
+        model_class=draft.model.class_name,
+        mesh=draft.mesh,
+        units=units_of(draft.model, parameters),
+        parameters=parameters,
+        tied=dict(draft.model.tied),
+        notes=tuple(notes_on_shards(parameters, draft.mesh)),
+        boundaries=draft.boundaries,
+        sequence_parallel=draft.overrides.sequence_parallel,
+        tokens=draft.overrides.tokens,
+    )
+
+
+def _parameter(draft: Draft, described: ParameterDescription, unit: str, holder: Mapping[str, str]) -> ParameterPlan:
+    member = draft.members[described.name]
+    placements = member.placed.placements
+    layout = Layout(draft.mesh, placements, described.shape)
+    return ParameterPlan(
+        name=described.name,
+        shape=described.shape,
+        dtype=described.dtype,
+        trainable=described.trainable,
+        placements=placements,
+        unit=unit,
+        role=member.assignment.role,
+        rule=member.assignment.rule,
+        boundary=holder[described.name],
+        pending=member.placed.pending,
+        local_shape=layout.local_shape(draft.mesh.ranks[0]),
+        notes=member.placed.notes,
+    )

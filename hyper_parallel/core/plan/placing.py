@@ -1,0 +1,195 @@
+"""Pass 4 for parameters: from a role to a placement on every active mesh axis.
+
+| Axis | What it does to a parameter |
+|---|---|
+| `tensor` | cuts the vocabulary, output or input features or heads, as the role says; or leaves it whole |
+| `expert` | deals out the experts |
+| `context` | nothing: every rank sees another part of the sequence |
+| `shard` | cuts one dim after all other axes have cut theirs |
+| `replicate` | nothing |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Iterator, Mapping
+
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Placement, RaggedShard, Shard, StridedShard
+from hyper_parallel.core.plan.assignment import Assignment
+from hyper_parallel.core.plan.contracts import active
+from hyper_parallel.core.plan.model import ParameterDescription
+from hyper_parallel.core.plan.role_rules import ROLES
+
+DATA_PARALLEL = ("replicate", "shard")
+"""Axes whose placements are never set by hand: fully sharded data parallelism decides them."""
+
+_STREAM = ("norm", "embedding", "projection", "adapter")
+"""Families that work on the stream, whose sequence is cut over `tensor` with sequence parallelism."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What forbids a placement: `rule` names the check, `message` tells sizes and why, `line` mends it in an override."""
+
+    rule: str
+    message: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What pass 4 says of one parameter.
+
+    `pending` are the axes along which the raw gradient of the local part is a partial sum. With `gathers`, the module's
+    output is cut where its blocks are not, and is gathered before it is split.
+    """
+
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    pending: tuple[str, ...] = ()
+    gathers: bool = False
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What placing one parameter needs to know of the others."""
+
+    mesh: DeviceMesh
+    sequence_parallel: bool
+    experts: int | None = None
+
+
+def place(parameter: ParameterDescription, assignment: Assignment, around: Surroundings) -> Placed:
+    """Place a parameter on every active axis."""
+    placed = _on_tensor(parameter, assignment, around) if around.mesh.axis_size("tensor") > 1 else Placed()
+    placed = _on_expert(parameter, assignment, placed, around)
+    placed = replace(placed, placements=with_shard(parameter, placed.placements, around.mesh))
+    return replace(placed, pending=_pending(assignment, placed, around))
+
+
+def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: Surroundings) -> Placed:
+    how, ranks = ROLES[assignment.role].tensor, around.mesh.axis_size("tensor")
+    dim = {"vocabulary": assignment.vocab_dim, "input": assignment.input_dim}.get(how, assignment.output_dim)
+    if how == "whole" or dim is None:
+        once = (
+            ("its bias is added once, after the reduction",) if how == "input" and assignment.input_dim is None else ()
+        )
+        return Placed(notes=once)
+    size = parameter.shape[dim]
+    problems = tuple(_tensor_problems(parameter, assignment, size, ranks))
+    if assignment.role in ("key", "value") and assignment.heads and assignment.heads < ranks and not problems:
+        return Placed(notes=(f"{assignment.heads} key/value heads for {ranks} tensor ranks: kept whole",))
+    if how in ("output", "heads") and len(assignment.packing) > 1:
+        if len(set(assignment.packing)) == 1:
+            return Placed({"tensor": StridedShard(dim, len(assignment.packing))}, problems=problems)
+        blocks = " + ".join(map(str, assignment.packing))
+        note = f"blocks of {blocks} can't be cut alike: cut as one, and its output is gathered"
+        return Placed({"tensor": Shard(dim)}, gathers=True, notes=(note,), problems=problems)
+    uneven = (f"{size} over {ranks} tensor ranks: uneven",) if size % ranks else ()
+    return Placed({"tensor": Shard(dim)}, notes=uneven, problems=problems)
+
+
+def _tensor_problems(
+    parameter: ParameterDescription, assignment: Assignment, size: int, ranks: int
+) -> Iterator[Problem]:
+    line = f"{parameter.name}: {{placements: {{tensor: replicate}}}}"
+    by_heads = ROLES[assignment.role].tensor == "heads" or assignment.role == "attention_output"
+    if by_heads:
+        heads = assignment.heads
+        few = assignment.role in ("key", "value") and heads and ranks % heads == 0
+        if heads is None and not (assignment.packing and len(set(assignment.packing)) > 1):
+            yield Problem("heads", f"nothing tells how many heads its {size} features hold", line)
+        elif heads is not None and heads % ranks and not few:
+            yield Problem("heads", f"{heads} heads can't be dealt out to {ranks} tensor ranks", line)
+    if assignment.interleaved > 1 and size % (ranks * assignment.interleaved):
+        yield Problem(
+            "divisibility",
+            f"{size} features, {assignment.interleaved} kinds one by one, can't be cut for {ranks} tensor ranks",
+            line,
+        )
+
+
+def _on_expert(parameter: ParameterDescription, assignment: Assignment, placed: Placed, around: Surroundings) -> Placed:
+    ranks = around.mesh.axis_size("expert")
+    if ranks == 1 or (assignment.expert_dim is None and assignment.expert is None):
+        return placed
+    packed = assignment.expert_dim is not None
+    count = parameter.shape[assignment.expert_dim] if packed else around.experts
+    if not count or count % ranks:
+        problem = Problem(
+            "divisibility",
+            f"{count} experts can't be dealt out to {ranks} expert ranks",
+            f"{parameter.name}: {{placements: {{expert: replicate}}}}",
+        )
+        return replace(placed, problems=(*placed.problems, problem))
+    if packed:
+        return replace(placed, placements={"expert": Shard(assignment.expert_dim), **placed.placements})
+    owner = assignment.expert // (count // ranks)
+    units = tuple(int(place == owner) for place in range(ranks))
+    if any(getattr(each, "dim", None) == 0 for each in placed.placements.values()):
+        problem = Problem(
+            "experts",
+            f"expert {assignment.expert} is a module of its own, held by expert rank {owner}, and `tensor` cuts its "
+            "first dim; both are offered only for experts that are packed into one tensor",
+            f"{parameter.name}: {{placements: {{tensor: replicate}}}}",
+        )
+        return replace(placed, problems=(*placed.problems, problem))
+    return replace(placed, placements={"expert": RaggedShard((0,), units), **placed.placements})
+
+
+def with_shard(
+    parameter: ParameterDescription, placements: Mapping[str, Placement], mesh: DeviceMesh
+) -> dict[str, Placement]:
+    """The placements with that over `shard`: the first dim that keeps every rank busy, cut after the other axes.
+
+    A scalar is whole; so is what a ragged shard has for itself.
+    """
+    ordered = {axis: placements[axis] for axis in mesh.names if axis in placements and axis != "shard"}
+    if "shard" not in mesh.names or not parameter.shape:
+        return ordered
+    taken = {dim for each in ordered.values() if isinstance(each, RaggedShard) for dim in each.dims}
+    free = [dim for dim in range(len(parameter.shape)) if dim not in taken]
+    if not free:
+        return ordered
+    cut = {dim: prod(mesh.axis_size(axis) for axis, each in ordered.items() if _dim(each) == dim) for dim in free}
+    length = {dim: -(-parameter.shape[dim] // cut[dim]) for dim in free}
+    busy = [dim for dim in free if length[dim] >= mesh.axis_size("shard")]
+    dim = busy[0] if busy else max(free, key=lambda each: length[each])
+    if not any(cut[each] > 1 for each in free):
+        dim = free[0]  # a leading-dim shard moves no bytes beside the collective
+    chosen = Shard(dim) if cut[dim] == 1 else StridedShard(dim, cut[dim])
+    ordered["shard"] = chosen
+    return {axis: ordered[axis] for axis in mesh.names if axis in ordered}
+
+
+def _dim(placement: Placement) -> int | None:
+    return getattr(placement, "dim", None)
+
+
+def _pending(assignment: Assignment, placed: Placed, around: Surroundings) -> tuple[str, ...]:
+    """Every axis whose ranks see other tokens, or other parts of what follows, than this one."""
+    kind = ROLES[assignment.role]
+    axes = []
+    for axis in active(around.mesh):
+        if axis == "expert":
+            pending = assignment.expert_dim is None and assignment.expert is None
+        elif axis == "tensor":
+            whole = "tensor" not in placed.placements
+            after_reduction = kind.tensor == "input" and whole
+            on_stream = kind.boundary in _STREAM or after_reduction
+            pending = whole and (
+                around.sequence_parallel if on_stream else kind.boundary != "wide_norm" and _inside(kind)
+            )
+        else:
+            pending = axis in (*DATA_PARALLEL, "context")
+        if pending:
+            axes.append(axis)
+    return tuple(axes)
+
+
+def _inside(kind) -> bool:
+    """A whole parameter between cut ones: each rank computes a part of its gradient."""
+    return kind.pending or kind.tensor in ("output", "heads", "vocabulary")

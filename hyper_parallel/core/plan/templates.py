@@ -1,0 +1,253 @@
+"""Pass 4 for boundaries: from a type to the contracts of what goes in and out, gradients included.
+
+Between boundaries hidden states lie as `contracts.stream` says. Inside attention, feed-forward layers, experts and the
+head every tensor rank works on the whole sequence with its part of the features, so hidden states come in whole, with a
+gradient that is pending, and leave as a pending sum: an all-gather and a reduce-scatter with sequence parallelism, else
+nothing and an all-reduce (and the other way round for gradients).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Iterator, Mapping, Sequence
+
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Partial, Replicate, Shard
+from hyper_parallel.core.plan.assignment import Assignment
+from hyper_parallel.core.plan.contracts import (
+    FEATURES,
+    BoundaryPlan,
+    ByAxis,
+    Contract,
+    active,
+    gradient_of,
+    on_tensor,
+    stream,
+)
+from hyper_parallel.core.plan.grouping import Group
+from hyper_parallel.core.plan.model import ParameterDescription
+from hyper_parallel.core.plan.placing import Placed
+from hyper_parallel.core.plan.role_rules import ROLES
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a boundary with what passes 1 and 4 say of it."""
+
+    description: ParameterDescription
+    assignment: Assignment
+    placed: Placed
+
+    @property
+    def is_cut(self) -> bool:
+        """`tensor` cuts it."""
+        return "tensor" in self.placed.placements
+
+    @property
+    def tensor(self) -> str:
+        """What the tensor axis does to its role."""
+        return ROLES[self.assignment.role].tensor
+
+    def width(self, dim: int | None) -> int:
+        """Size of one of its dims, 0 when it has none."""
+        return 0 if dim is None else self.description.shape[dim]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The layouts that all boundaries share."""
+
+    mesh: DeviceMesh
+    sequence_parallel: bool
+    hidden: int
+
+    @property
+    def outside(self) -> ByAxis:
+        """Hidden states between boundaries."""
+        return stream(self.mesh, self.sequence_parallel)
+
+    @property
+    def inside(self) -> ByAxis:
+        """Hidden states where features are cut over `tensor`."""
+        return on_tensor(self.outside, Replicate())
+
+    @property
+    def features(self) -> ByAxis:
+        """Activations with cut features."""
+        return on_tensor(self.outside, Shard(FEATURES))
+
+    @property
+    def pending(self) -> ByAxis:
+        """Hidden states to which every tensor rank has a summand."""
+        return on_tensor(self.outside, Partial())
+
+    def contract(
+        self, name: str, before: ByAxis, after: ByAxis, size: int = 0, pending: bool = False, dims: int = 3
+    ) -> Contract:
+        """One tensor; `size` is the hidden size where not given."""
+        return Contract(name, dims, size or self.hidden, before, after, gradient_of(after, pending))
+
+
+def boundaries(
+    groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member], streams: Streams
+) -> list[BoundaryPlan]:
+    """The contracts of every group, and of the blocks around experts, in the order of the model."""
+    blocks = _expert_blocks(groups, kinds)
+    plans: list[BoundaryPlan] = []
+    for group in groups:
+        block = next((each for each in blocks if _is_below(group.module, each)), None)
+        if block is not None and not any(plan.module == block for plan in plans):
+            plans.append(_expert_block(block, streams))
+        own = [members[name] for name in group.parameters]
+        plans.extend(_TEMPLATES[kinds[group.module]](group, own, streams, block is not None))
+    return plans
+
+
+def _expert_blocks(groups: Sequence[Group], kinds: Mapping[str, str]) -> list[str]:
+    """The modules that hold experts and their router as parts."""
+    routers = [group.module for group in groups if kinds[group.module] == "router"]
+    parents = dict.fromkeys(group.module.rpartition(".")[0] for group in groups if kinds[group.module] == "experts")
+    return [parent for parent in parents if parent and any(_is_below(router, parent) for router in routers)]
+
+
+def _is_below(module: str, other: str) -> bool:
+    return module.startswith(f"{other}.")
+
+
+def _expert_block(module: str, streams: Streams) -> BoundaryPlan:
+    """Router, experts and shared experts read the same tokens and add to one sum."""
+    return BoundaryPlan(
+        module,
+        "moe",
+        (streams.contract("hidden", streams.outside, streams.inside, pending=True),),
+        (streams.contract("hidden", streams.pending, streams.outside),),
+    )
+
+
+def _linear(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    """Attention and feed-forward layers: what cuts outputs reads hidden states, what cuts inputs writes them."""
+    kind = "attention" if any(ROLES[m.assignment.role].boundary == "attention" for m in own) else "mlp"
+    readers = [m for m in own if m.tensor in ("output", "heads", "whole") and m.assignment.input_dim is not None]
+    writers = [m for m in own if m.tensor == "input" and m.assignment.input_dim is not None]
+    cut = any(m.is_cut for m in own)
+    outside = streams.inside if in_block else streams.outside
+    inputs, outputs = [], []
+    if readers:
+        inputs.append(streams.contract("hidden", outside, streams.inside, pending=cut))
+    else:
+        width = writers[0].width(writers[0].assignment.input_dim)
+        lies = streams.features if cut else streams.inside
+        inputs.append(streams.contract("features", lies, lies, width))
+    if writers:
+        made = streams.pending if any(m.is_cut for m in writers) else streams.inside
+        handed = streams.pending if in_block and cut else outside
+        outputs.append(streams.contract("hidden", made, handed))
+    else:
+        width = readers[0].width(readers[0].assignment.output_dim)
+        lies = streams.features if cut else streams.inside
+        outputs.append(streams.contract("features", lies, lies, width))
+    opaque = kind == "attention" and "context" in active(streams.mesh)
+    note = "keys and values of the whole sequence are exchanged over context" if opaque else ""
+    yield BoundaryPlan(group.module, kind, tuple(inputs), tuple(outputs), "opaque" if opaque else "checked", note)
+    yield from _gathered(own, writers, streams)
+
+
+def _gathered(own: Sequence[Member], writers: Sequence[Member], streams: Streams) -> Iterator[BoundaryPlan]:
+    """A fused projection whose blocks can't be cut alike: computed in parts, used as a whole."""
+    for member in own:
+        if not member.placed.gathers or member.assignment.input_dim is None:
+            continue
+        module = member.description.name.rpartition(".")[0]
+        width = member.width(member.assignment.output_dim)
+        hidden = streams.contract("hidden", streams.inside, streams.inside, pending=True)
+        whole = streams.contract("features", streams.features, streams.inside, width)
+        yield BoundaryPlan(module, "projection", (hidden,), (whole,))
+        for writer in writers:
+            features = streams.contract(
+                "features", streams.inside, streams.features, writer.width(writer.assignment.input_dim)
+            )
+            summand = streams.contract("hidden", streams.pending, streams.pending)
+            yield BoundaryPlan(writer.description.name.rpartition(".")[0], "projection", (features,), (summand,))
+
+
+def _wide_norm(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    """A norm over all heads needs them all; attention goes on with its own."""
+    width = own[0].description.shape[0]
+    if "tensor" not in active(streams.mesh):
+        yield _local(group, "norm", streams.outside, streams, "heads", width)
+        return
+    inputs = streams.contract("heads", streams.features, streams.inside, width)
+    outputs = streams.contract("heads", streams.inside, streams.features, width)
+    yield BoundaryPlan(group.module, "norm", (inputs,), (outputs,))
+
+
+def _norm(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    yield _local(group, "norm", streams.inside if in_block else streams.outside, streams)
+
+
+def _projection(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    yield _local(group, "projection", streams.outside, streams)
+
+
+def _local(
+    group: Group, kind: str, lies: ByAxis, streams: Streams, name: str = "hidden", size: int = 0
+) -> BoundaryPlan:
+    contract = streams.contract(name, lies, lies, size)
+    return BoundaryPlan(group.module, kind, (contract,), (contract,))
+
+
+def _embedding(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    tokens = streams.contract("tokens", streams.inside, streams.inside, size=1, dims=2)
+    made = streams.pending if any(m.is_cut for m in own) else streams.inside
+    yield BoundaryPlan(group.module, "embedding", (tokens,), (streams.contract("hidden", made, streams.outside),))
+
+
+def _head(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    cut = any(m.is_cut for m in own)
+    hidden = streams.contract("hidden", streams.outside, streams.inside, pending=cut)
+    lies = streams.features if cut else streams.inside
+    logits = streams.contract("logits", lies, lies, max(m.width(m.assignment.vocab_dim) for m in own))
+    note = "the loss works on a part of the vocabulary" if cut else ""
+    yield BoundaryPlan(group.module, "head", (hidden,), (logits,), note=note)
+
+
+def _router(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    hidden = streams.contract("hidden", streams.inside, streams.inside, pending=True)
+    width = max((m.width(m.assignment.output_dim) for m in own), default=1)
+    scores = streams.contract("scores", streams.inside, streams.inside, max(width, 1), pending=True)
+    yield BoundaryPlan(group.module, "router", (hidden,), (scores,))
+
+
+def _experts(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    cut = any(m.is_cut for m in own)
+    outside = streams.inside if in_block else streams.outside
+    hidden = streams.contract("hidden", outside, streams.inside, pending=cut)
+    made = streams.pending if cut else streams.inside
+    handed = made if in_block else streams.outside
+    dispatched = "expert" in active(streams.mesh)
+    note = "tokens travel to their experts over expert" if dispatched else ""
+    result = streams.contract("hidden", made, handed)
+    yield BoundaryPlan(group.module, "experts", (hidden,), (result,), "opaque" if dispatched else "checked", note)
+
+
+def _inside_other(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+    """Adapters and parameters kept whole act inside of another boundary, or on whole hidden states."""
+    return iter(())
+
+
+_TEMPLATES = {
+    "attention": _linear,
+    "mlp": _linear,
+    "up": _linear,
+    "down": _linear,
+    "moe": _experts,
+    "norm": _norm,
+    "wide_norm": _wide_norm,
+    "embedding": _embedding,
+    "projection": _projection,
+    "head": _head,
+    "router": _router,
+    "experts": _experts,
+    "adapter": _inside_other,
+    "whole": _inside_other,
+}
