@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.equivalence import differentiable_bodies as differentiable
 from tests.equivalence import primitive_bodies as bodies
 from tests.pool import Pool
 
@@ -26,14 +27,14 @@ def alone(pool, backend_name):
         bodies.nan_wins,
         bodies.shares_of_ties,
         bodies.products_of_rows,
-        bodies.gradients,
-        bodies.unused_results,
-        bodies.results_over_the_input,
-        bodies.identity_passes_the_gradient_on,
-        bodies.gradients_of_any_form,
-        bodies.nothing_to_record,
-        bodies.dtypes_may_change,
-        bodies.errors_come_through,
+        differentiable.gradients,
+        differentiable.unused_results,
+        differentiable.results_over_the_input,
+        differentiable.identity_passes_the_gradient_on,
+        differentiable.gradients_of_any_form,
+        differentiable.nothing_to_record,
+        differentiable.dtypes_may_change,
+        differentiable.errors_come_through,
     ],
     ids=lambda body: body.__name__,
 )
@@ -67,12 +68,12 @@ def test_rows_that_do_not_fit_are_refused(alone):
 
 
 def test_a_second_derivative_through_an_operation_is_an_error(alone):
-    (message,) = alone.run(bodies.second_derivatives)
+    (message,) = alone.run(differentiable.second_derivatives)
     assert message.startswith("the gradient of a transition can't be differentiated again")
 
 
 def test_a_retained_graph_of_torch_runs_backward_again(pool):
-    pool("torch", 1).run(bodies.retained_graph)
+    pool("torch", 1).run(differentiable.retained_graph)
 
 
 def test_some_ranks_make_a_group_without_the_others(pool, backend_name):
