@@ -1,6 +1,7 @@
 """The command line: `hyper-parallel train`, `compare` and `plan`.
 
-Exit status: 0 done; 1 a rank failed, or the backends or two plans differ; 2 something that the user can put right; 130 Ctrl-C.
+Exit status: 0 done; 1 a rank failed, or the backends or two plans differ; 2 something that the user can put right;
+130 Ctrl-C.
 """
 
 from __future__ import annotations

@@ -145,8 +145,12 @@ def describe_hugging_face(path: str) -> ModelDescription:
     values = {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
     try:
         config = auto.CONFIG_MAPPING[kind].from_dict(values)
+        if type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(f"--model: {path} describes a {kind}, which is no causal language model")
         with backend.modules.without_values():
             model = auto.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except ConfigError:
+        raise
     except Exception as error:  # a configuration fails wherever the model's code first stumbles over it
         raise ConfigError(f"--model: transformers makes no model of {path}: {_one_line(error)}") from error
     return describe(model, backend)

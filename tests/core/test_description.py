@@ -194,9 +194,8 @@ def test_any_json_is_a_description_or_an_error_of_ours(tmp_path_factory, data):
             place = place[key]
         action = data.draw(st.sampled_from(["replace", "remove", "add"]))
         if action == "add" and isinstance(place, dict):
-            place[data.draw(st.sampled_from(["", "embed", "head.weight", "layers.1"]) | st.text(max_size=8))] = data.draw(
-                JSON
-            )
+            name = data.draw(st.sampled_from(["", "embed", "head.weight", "layers.1"]) | st.text(max_size=8))
+            place[name] = data.draw(JSON)
         elif action == "remove" and key is not None:
             del place[key]
         elif key is not None:

@@ -1,16 +1,18 @@
 """One architecture written in PyTorch and in MindSpore has one description and one plan."""
 
-from hyper_parallel.backends.mindspore import BACKEND as MINDSPORE  # before mindspore is used: it sets launch_blocking
-from hyper_parallel.backends.torch import BACKEND as TORCH
+from __future__ import annotations  # noqa: I001 (MindSpore's backend first: it sets launch_blocking)
 
-import mindspore  # noqa: I001
 import pytest
-import torch
 
 from hyper_parallel import DeviceMesh, plan
+from hyper_parallel.backends.mindspore import BACKEND as MINDSPORE
+from hyper_parallel.backends.torch import BACKEND as TORCH
 from hyper_parallel.core.plan.model import describe
 from hyper_parallel.models import mindspore_decoder, torch_decoder
 from hyper_parallel.models.config import DecoderConfig
+
+import mindspore
+import torch
 
 
 def torch_model():

@@ -82,8 +82,8 @@ def test_what_is_described_comes_back_equal_from_a_file(tmp_path):
 
 def test_a_dtype_that_no_plan_knows_is_refused():
     model = nn.Linear(2, 2, bias=False)
-    model.register_buffer("packed", torch.empty(2, dtype=torch.uint4 if hasattr(torch, "uint4") else torch.complex32))
-    with pytest.raises(PlanError, match="packed has the dtype .*, which no plan knows; known are bool, int8"):
+    model.register_buffer("packed", torch.empty(2, dtype=torch.float8_e5m2fnuz))
+    with pytest.raises(PlanError, match="packed has the dtype float8_e5m2fnuz, which no plan knows; known are bool"):
         described(model)
 
 
@@ -120,6 +120,7 @@ def test_parameters_have_the_dtype_that_the_configuration_says(key, tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "lama"}, "the model_type of .*config.json is 'lama', which .*; did you mean 'llama'"),
+        ({"model_type": "t5"}, "config.json describes a t5, which is no causal language model"),
         ({"model_type": None}, "is None, which transformers does not know"),
         ({"hidden_size": "wide"}, "transformers makes no model of .*config.json: .*hidden_size"),
     ],
@@ -136,7 +137,8 @@ def test_the_command_line_plans_a_configuration_and_a_factory(tmp_path, monkeypa
     arguments = ["plan", "--mesh", "shard=2", "--model"]
     assert main([*arguments, f"hf:{configuration(llama, tmp_path)}"]) == 0
     assert "LlamaForCausalLM: 18,592 parameters in 20 tensors" in capsys.readouterr().out
-    (tmp_path / "torch_model_of_the_user.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(4, 2)\n")
+    lines = ["from torch import nn", "", "def make():", "    return nn.Linear(4, 2)", ""]
+    (tmp_path / "torch_model_of_the_user.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     assert main([*arguments, "torch_model_of_the_user:make"]) == 0
     assert "Linear: 10 parameters in 2 tensors" in capsys.readouterr().out

@@ -133,9 +133,7 @@ def describe(model: Module, backend: Backend) -> ModelDescription:
     return ModelDescription(modules[""], parameters, modules, tied, buffers, config_of(model))
 
 
-def _describe_parameters(
-    model: Module, backend: Backend
-) -> tuple[tuple[ParameterDescription, ...], dict[str, str]]:
+def _describe_parameters(model: Module, backend: Backend) -> tuple[tuple[ParameterDescription, ...], dict[str, str]]:
     """The parameters under their first names, and the first name of each further one."""
     parameters: list[ParameterDescription] = []
     tied: dict[str, str] = {}
