@@ -97,7 +97,7 @@ def _dims(parameter: ParameterDescription, rank: int, features: int) -> tuple[in
     """The dims over ranks and over features. A square factor tells nothing."""
     if parameter.shape not in ((rank, features), (features, rank)) or rank == features:
         raise Contradiction(
-            f"{parameter.name} has the shape {list(parameter.shape)}, expected a rank of {rank} beside {features} features, "
-            "and two different sizes to tell them apart"
+            f"{parameter.name} has the shape {list(parameter.shape)}, expected a rank of {rank} beside {features} "
+            "features, and two different sizes to tell them apart"
         )
     return (0, 1) if parameter.shape == (rank, features) else (1, 0)

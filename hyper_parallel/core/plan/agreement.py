@@ -15,7 +15,10 @@ Known = tuple[Name, ParameterDescription, Assignment]
 _OPENING = {
     "mlp": (({"up"}, {"gate_up"}), "an up projection"),
     "experts": (({"expert_up"}, {"expert_gate_up"}), "an up projection"),
-    "attention": (({"qkv"}, {"query", "key", "value"}, {"query_up", "key_value_up"}, {"query", "key_value_up"}), "q, k, v"),
+    "attention": (
+        ({"qkv"}, {"query", "key", "value"}, {"query_up", "key_value_up"}, {"query", "key_value_up"}),
+        "q, k, v",
+    ),
 }
 _CLOSING = {"mlp": "down", "experts": "expert_down", "attention": "attention_output"}
 
@@ -64,7 +67,11 @@ def _bias(each: Known, weights: dict[tuple[Path, str], Known]) -> str | None:
 def _incomplete(family: str, members: list[Known]) -> str | None:
     roles = {role.role for _, _, role in members}
     openings, words = _OPENING[family]
-    closing = [parameter.name for name, parameter, role in members if role.role == _CLOSING[family] and role.input_dim is not None]
+    closing = [
+        parameter.name
+        for name, parameter, role in members
+        if role.role == _CLOSING[family] and role.input_dim is not None
+    ]
     if not any(opening <= roles for opening in openings):
         return f"{words} not found beside {', '.join(sorted(roles))}, so the module can't be cut"
     if len(set(_strip(closing, members))) != 1:
@@ -109,7 +116,9 @@ def _attention_widths(members: list[Known]) -> str | None:
         for _, parameter, role in members
         if role.input_dim is not None and role.output_dim is not None
     }
-    closing = next((p.shape[r.input_dim] for _, p, r in members if r.role == "attention_output" and r.input_dim is not None), 0)
+    closing = next(
+        (p.shape[r.input_dim] for _, p, r in members if r.role == "attention_output" and r.input_dim is not None), 0
+    )
     query, key, value = rows.get("query"), rows.get("key"), rows.get("value")
     if not (query and key and value):
         return None
@@ -121,7 +130,11 @@ def _attention_widths(members: list[Known]) -> str | None:
 
 
 def _experts(members: list[Known]) -> str | None:
-    counts = {parameter.name: parameter.shape[role.expert_dim] for _, parameter, role in members if role.expert_dim is not None}
+    counts = {
+        parameter.name: parameter.shape[role.expert_dim]
+        for _, parameter, role in members
+        if role.expert_dim is not None
+    }
     if len(set(counts.values())) > 1:
         return "experts differ in number: " + ", ".join(f"{name} has {count}" for name, count in counts.items())
     return None

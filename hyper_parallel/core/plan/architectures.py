@@ -1,6 +1,7 @@
 """What only a model's own code tells: how fused parameters are laid out, architecture by architecture. Data only.
 
-An entry holds for a module of one of its classes, and for any module of a model whose configuration has one of its model types.
+An entry holds for a module of one of its classes, and for any module of a model whose configuration has one of its
+model types.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Mapping
 class FusedAttention:
     """Rows of a fused projection to queries, keys and values.
 
-    "concatenated": all queries, all keys, all values. "grouped": for each key/value head its queries, its key, its value, so that a
-    contiguous cut between groups is a cut between heads. `key_value_heads` is "one", "each" (as many as query heads) or the
-    configuration's key that holds the number. `when` are configuration values without which the entry does not hold.
+    "concatenated": all queries, all keys, all values. "grouped": for each key/value head its queries, its key, its value,
+    so that a contiguous cut between groups is a cut between heads. `key_value_heads` is "one", "each" (as many as query
+    heads) or the configuration's key that holds the number. `when` are configuration values without which the entry does
+    not hold.
     """
 
     order: str
@@ -37,6 +39,7 @@ FUSED_ATTENTION: tuple[FusedAttention, ...] = (
         ("phi3",),
     ),
     FusedAttention("concatenated", "each", ("MptAttention",), ("mpt",)),
+    FusedAttention("concatenated", "each", (), ("openai-gpt",)),
     FusedAttention(
         "grouped", "each", ("GPTNeoXAttention", "GPTNeoXSdpaAttention", "GPTNeoXFlashAttention2"), ("gpt_neox",)
     ),
@@ -67,8 +70,8 @@ FUSED_GATES: tuple[FusedGate, ...] = (FusedGate(("Phi3MLP", "GlmMLP", "Glm4MLP")
 class PackedExperts:
     """Experts in one tensor with a leading dim over them.
 
-    `transposed`: [E, in, out], else [E, out, in]. `interleaved`: 2 where gate and up features alternate, 1 where all gates stand
-    before all ups.
+    `transposed`: [experts, in, out], else [experts, out, in]. `interleaved`: 2 where gate and up features alternate, 1
+    where all gates stand before all ups.
     """
 
     classes: tuple[str, ...]
@@ -80,41 +83,58 @@ PACKED_EXPERTS: tuple[PackedExperts, ...] = (
     PackedExperts(
         (
             "AfmoeExperts",
+            "AXK1Experts",
+            "AXK2Experts",
             "BailingHybridExperts",
+            "BeamExperts",
             "Cohere2MoeExperts",
             "DeepseekV2Experts",
-            "DeepseekV3Experts",
             "DeepseekV32Experts",
+            "DeepseekV3Experts",
+            "DeepseekV4Experts",
             "Dots1Experts",
+            "Dots3NoteExperts",
             "Ernie4_5_MoeExperts",
             "ExaoneMoeExperts",
             "FlexOlmoExperts",
+            "FlintExperts",
+            "Gemma4TextExperts",
             "Glm4MoeExperts",
             "Glm4MoeLiteExperts",
+            "Glm5NextTextExperts",
             "GlmMoeDsaExperts",
             "GraniteMoeExperts",
             "GraniteMoeHybridExperts",
             "GraniteMoeParallelExperts",
             "GraniteMoeSharedExperts",
             "GraniteMoeSharedParallelExperts",
+            "GraniteMoeSWAExperts",
             "HunYuanMoEV1Experts",
+            "HYV3Experts",
+            "HYV4Experts",
             "JambaExperts",
             "KimiLinearExperts",
+            "LagunaExperts",
             "Lfm2MoeExperts",
+            "MellumExperts",
             "MiMoV2FlashExperts",
             "MiniMaxExperts",
             "MiniMaxM2Experts",
+            "Mistral4Experts",
             "MixtralExperts",
             "OlmoeExperts",
             "PhimoeExperts",
             "Qwen2MoeExperts",
+            "Qwen3_5MoeExperts",
             "Qwen3MoeExperts",
             "Qwen3NextExperts",
-            "Qwen3_5MoeExperts",
+            "Qwen4ExpTextExperts",
             "SolarOpenExperts",
+            "Step3p7Experts",
+            "ZayaExperts",
         )
     ),
-    PackedExperts(("Llama4TextExperts",), transposed=True),
+    PackedExperts(("AriaExperts", "Llama4TextExperts"), transposed=True),
     PackedExperts(("GptOssExperts",), transposed=True, interleaved=2),
 )
 

@@ -20,11 +20,12 @@ class Assignment:
         vocab_dim: the dim over the vocabulary, of an embedding and of a head.
         expert_dim: the dim over experts of a tensor that packs them.
         expert: the index of the one expert that the parameter belongs to, where experts are modules in a list.
-        packing: sizes of the blocks that lie end to end along `output_dim`: (queries, keys, values) or (gate, up). Empty: one block.
+        packing: sizes of the blocks that lie end to end along `output_dim`: (queries, keys, values) or (gate, up).
+            Empty: one block.
         interleaved: so many kinds of output features alternate one by one along `output_dim`.
-        heads: heads along `output_dim`, or along `input_dim` for an attention output: query heads, for keys and values key/value
-            heads, for a grouped fused projection the groups that can be cut apart. None where there are none or nothing
-            tells how many: then it must not be cut.
+        heads: heads along `output_dim`, or along `input_dim` for an attention output: query heads, for keys and values
+            key/value heads, for a grouped fused projection the groups that can be cut apart. None where there are none
+            or nothing tells how many: then it must not be cut.
         packed_heads: heads in each block of a fused projection that is packed end to end.
     """
 

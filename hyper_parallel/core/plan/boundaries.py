@@ -20,7 +20,7 @@ TYPES: dict[str, str] = {
     "projection": "between the width of the embedding and that of hidden states",
     "head": "hidden states to logits",
     "router": "hidden states to scores of experts, or to a gate on the shared expert",
-    "experts": "hidden states and their choice of experts to hidden states, or the block that chooses and calls experts in a list",
+    "experts": "hidden states through chosen experts to hidden states; or the block that calls experts in a list",
     "moe": "a module that holds experts and the parameters of their router",
     "whole": "kept whole because an override says so",
 }
@@ -36,8 +36,8 @@ def boundary_types(groups: Iterable[Group], roles: RoleResult) -> dict[str, str]
     groups = tuple(groups)
     found = {each.module: _type(each, roles) for each in groups}
     violations = [
-        f"'{each.module or 'the model itself'}' ({each.class_name}) holds {_members(each, roles)}, which make no boundary together; "
-        "give parameters of one kind a module of their own, or set roles in the override file"
+        f"'{each.module or 'the model itself'}' ({each.class_name}) holds {_members(each, roles)}, which make no boundary "
+        "together; give parameters of one kind a module of their own, or set roles in the override file"
         for each in groups
         if found[each.module] is None
     ]

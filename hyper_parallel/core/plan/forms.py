@@ -19,8 +19,8 @@ ROUTER_CLASSES = ("*Router", "*Gate")
 class Match:
     """A rule and the parameter that it matched.
 
-    `anchor` is the logical path of the first module that the pattern names, `owner` the class of the parameter's own module,
-    `holder` that of the module around it.
+    `anchor` is the logical path of the first module that the pattern names, `owner` the class of the parameter's own
+    module, `holder` that of the module around it.
     """
 
     rule: Rule
@@ -134,8 +134,8 @@ def fused_attention(match: Match) -> Fields:
     shared = {"one": 1, "each": count}.get(entry.key_value_heads) or match.sizes.configured(entry.key_value_heads)
     if not shared or count % shared:
         raise Contradiction(
-            f"the fused projection {match.parameter.name} needs {entry.key_value_heads} in the configuration, a divisor of "
-            f"{count} heads; found {shared}"
+            f"the fused projection {match.parameter.name} needs {entry.key_value_heads} in the configuration, a divisor "
+            f"of {count} heads; found {shared}"
         )
     words = f"{count} query and {shared} key/value heads of {each}, {entry.order}"
     _expect(match, fields["output_dim"], Size((count + 2 * shared) * each, words))
@@ -153,8 +153,8 @@ def _fused_entry(match: Match) -> FusedAttention:
     entries = entries or [each for each in FUSED_ATTENTION if model_type in each.model_types]
     if not entries:
         raise Contradiction(
-            f"a fused projection, and only the code of {match.holder or 'its module'} tells the order of its features; known: "
-            f"{_listing(each.classes[0] for each in FUSED_ATTENTION)}"
+            f"a fused projection, and only the code of {match.holder or 'its module'} tells the order of its features; "
+            f"known: {_listing(name for each in FUSED_ATTENTION for name in each.classes[:1])}"
         )
     for entry in entries:
         missing = [key for key in entry.when if key not in config]
@@ -170,8 +170,8 @@ def fused_gate(match: Match) -> Fields:
     model_type = match.sizes.config.get("model_type")
     if not any(match.holder in each.classes or model_type in each.model_types for each in FUSED_GATES):
         raise Contradiction(
-            f"gate and up in one projection, and only the code of {match.holder or 'its module'} tells their order; known: "
-            f"{_listing(name for each in FUSED_GATES for name in each.classes)}"
+            f"gate and up in one projection, and only the code of {match.holder or 'its module'} tells their order; "
+            f"known: {_listing(name for each in FUSED_GATES for name in each.classes)}"
         )
     fields = _dims(match, None, _size(match, match.rule.input))
     half = _half(match, fields["output_dim"])
@@ -231,9 +231,7 @@ def correction(match: Match) -> Fields:
     for size in match.shape:
         found *= size
     if experts and found != experts.value:
-        raise Contradiction(
-            f"{match.parameter.name} has {found} elements, expected {experts.value}: {experts.source}"
-        )
+        raise Contradiction(f"{match.parameter.name} has {found} elements, expected {experts.value}: {experts.source}")
     return {"output_dim": len(match.shape) - 1, "why": f"{found} experts"}
 
 
@@ -321,7 +319,8 @@ def _dimensions(match: Match, count: int) -> None:
 def _expect(match: Match, dim: int, size: Size | None) -> None:
     if size and match.shape[dim] != size.value:
         raise Contradiction(
-            f"dim {dim} of {match.parameter.name} {list(match.shape)} is {match.shape[dim]}, expected {size.value}: {size.source}"
+            f"dim {dim} of {match.parameter.name} {list(match.shape)} is {match.shape[dim]}, expected {size.value}: "
+            f"{size.source}"
         )
 
 

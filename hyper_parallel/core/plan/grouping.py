@@ -16,8 +16,8 @@ from hyper_parallel.core.plan.sizes import Path
 class Group:
     """A boundary in the making: `module` is called as a whole, `parameters` are what it holds for itself.
 
-    Parameters that are tied stand in each group under the name that they have there, so that a head without a weight of its own
-    is a group too.
+    Parameters that are tied stand in each group under the name that they have there, so that a head without a weight of
+    its own is a group too.
     """
 
     module: str
@@ -28,12 +28,12 @@ class Group:
 def group(model: ModelDescription, roles: RoleResult) -> tuple[Group, ...]:
     """Put every name that has a role into exactly one group, groups in the order of their first parameter.
 
-    * Attention is one group: its projections with the norms of heads, sinks, latents. A norm over all heads (`wide_norm`) is a
-      group of its own inside, since it needs whole rows where attention has cut ones.
-    * A feed-forward layer is one group. Where its projections stand in a block beside other things, as in OPT, no module holds them
-      alone, and each is a group.
-    * Experts belong to the module that is called with tokens: the one that packs them, or the block around a list of them. Their router
-      is a group of its own unless its parameters stand in the same module.
+    * Attention is one group: its projections with the norms of heads, sinks, latents. A norm over all heads
+      (`wide_norm`) is a group of its own inside, since it needs whole rows where attention has cut ones.
+    * A feed-forward layer is one group. Where its projections stand in a block beside other things, as in OPT, no module
+      holds them alone, and each is a group.
+    * Experts belong to the module that is called with tokens: the one that packs them, or the block around a list of
+      them. Their router is a group of its own unless its parameters stand in the same module.
     * Norms, embeddings, heads and projections are groups alone. Adapters stand with their linear.
 
     Names in `roles.unknown` are in no group.

@@ -12,8 +12,9 @@ class Name:
     """A parameter's name, taken apart.
 
     `path` are the segments of its module and `leaf` its own name, both as if nothing were wrapped: the weight of
-    `layers.0._orig_mod.mlp.up_proj.base_layer` is `("layers", "0", "mlp", "up_proj")`, "weight". `adapter` is "" or the part that
-    the parameter has in a low-rank adapter around the module `path`: "in", "out", or what can't be planned.
+    `layers.0._orig_mod.mlp.up_proj.base_layer` is `("layers", "0", "mlp", "up_proj")`, "weight". `adapter` is "" or the
+    part that the parameter has in a low-rank adapter around the module `path`: "in", "out", or what can't be planned.
+    `raw` are all segments, and `ends[i]` is the place of `path[i]` among them.
     """
 
     raw: tuple[str, ...]
@@ -27,7 +28,7 @@ class Name:
         return ".".join(self.raw[: self.ends[depth - 1] + 1]) if depth else ""
 
     def inner(self, depth: int) -> str:
-        """The qualified name of what lies innermost in the wrappers of `path[:depth]`: the module whose class counts."""
+        """The qualified name of what lies innermost in the wrappers of `path[:depth]`: its class is the one that counts."""
         if depth < len(self.path):
             return ".".join(self.raw[: self.ends[depth]])
         return self.module(depth) if self.adapter else ".".join(self.raw[:-1])

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class RoleKind:
     """What a role means to the passes that follow.
 
-    `boundary` is the kind of boundary that a parameter of this role belongs to. `tensor` says what the `tensor` axis does to
-    it: "vocabulary" (cut along `vocab_dim`), "output" (along `output_dim`), "heads" (the same, whole heads only), "input" (along `input_dim`;
-    what has none, as a bias, stays whole and is added once), "whole". `pending`: kept whole, but used between parameters
-    that are cut, so that each rank of the axis computes only a part of its gradient.
+    `boundary` is the kind of boundary that a parameter of this role belongs to. `tensor` says what the `tensor` axis
+    does to it: "vocabulary" (cut along `vocab_dim`), "output" (along `output_dim`), "heads" (the same, whole heads
+    only), "input" (along `input_dim`; what has none, as a bias, stays whole and is added once), "whole". `pending`: kept
+    whole, but used between parameters that are cut, so that each rank of the axis computes only a part of its gradient.
     """
 
     description: str
@@ -61,11 +61,11 @@ ROLES: dict[str, RoleKind] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose name ends in `pattern` have `role`, if the guards `where` hold and the shape is what `form` asks.
+    """Parameters whose name ends in `pattern` have `role`, if the guards `where` hold and the shape is that of `form`.
 
-    A pattern matches whole segments: names separated by "|", "#" a number, "@kind" a segment of that kind (`KINDS`), "*" any
-    one. `form` says how the parameter is laid out, `output` and `input` what its features must amount to ("" where only
-    the members of its module tell).
+    A pattern matches whole segments: names separated by "|", "#" a number, "@kind" a segment of that kind (`KINDS`), "*"
+    any one. `form` says how the parameter is laid out, `output` and `input` what its features must amount to ("" where
+    only the members of its module tell).
     """
 
     pattern: str
@@ -81,20 +81,25 @@ LINEAR = "weight|bias"
 RULES: tuple[Rule, ...] = (
     # Vocabulary and positions: outside of the repeated blocks.
     Rule(
-        "embed_tokens|wte|word_embeddings|embed_in|embeddings|tok_embeddings|token_embedding|embed.weight",
+        "embed_tokens|wte|word_embeddings|embed_in|embeddings|tok_embeddings|token_embedding|tokens_embed|embed.weight",
         "embedding",
         "lookup",
         where=("in an embedding's class", "outside of repeated blocks"),
     ),
     Rule(
-        "wpe|embed_positions|position_embeddings|position_embedding.weight",
+        "wpe|embed_positions|position_embeddings|position_embedding|positions_embed.weight",
         "position_embedding",
         "positions",
         where=("in an embedding's class", "outside of repeated blocks"),
     ),
     Rule(f"project_in.{LINEAR}", "projection", output="hidden", where=("outside of repeated blocks",)),
     Rule(f"project_out.{LINEAR}", "projection", input="hidden", where=("outside of repeated blocks",)),
-    Rule(f"lm_head|embed_out|output.{LINEAR}", "head", output="vocabulary", where=("outside of repeated blocks",)),
+    Rule(
+        f"lm_head|embed_out|output|output_projection.{LINEAR}",
+        "head",
+        output="vocabulary",
+        where=("outside of repeated blocks",),
+    ),
     # Attention.
     Rule(f"@attention.q_proj|wq.{LINEAR}", "query", output="query", input="hidden"),
     Rule(f"@attention.k_proj|wk.{LINEAR}", "key", output="key", input="hidden"),
@@ -113,10 +118,11 @@ RULES: tuple[Rule, ...] = (
     Rule("@attention.sinks", "sink", "heads"),
     # Routers: before the feed-forward layers, whose gate has the same name.
     Rule(f"@mlp.gate|router.{LINEAR}", "router", "router", where=("beside experts",)),
-    Rule(f"@mlp.router.layer.{LINEAR}", "router", "router"),
+    Rule(f"@mlp.gate|router.layer|gate|wg.{LINEAR}", "router", "router"),
     Rule("@mlp.gate|router.e_score_correction_bias", "router_correction", "correction"),
     Rule("@mlp.gate|router.moe_statics.e_score_correction_bias", "router_correction", "correction"),
     Rule("@mlp.moe_statics.e_score_correction_bias", "router_correction", "correction"),
+    Rule("@mlp.expert_bias", "router_correction", "correction", where=("beside experts",)),
     Rule(f"@mlp.shared_expert_gate.{LINEAR}", "shared_expert_gate", output="one", input="hidden"),
     # Experts in one tensor, and one by one.
     Rule("experts.gate_up_proj", "expert_gate_up", "packed"),
@@ -142,7 +148,13 @@ RULES: tuple[Rule, ...] = (
     Rule(f"#.fc1.{LINEAR}", "up", input="hidden"),
     Rule(f"#.fc2.{LINEAR}", "down", output="hidden"),
     # Norms go by their class: their names are many.
-    Rule(f"*.{LINEAR}", "norm", "vector", output="hidden", where=("in a norm's class", "directly in a block or outside of all")),
+    Rule(
+        f"*.{LINEAR}",
+        "norm",
+        "vector",
+        output="hidden",
+        where=("in a norm's class", "directly in a block or outside of all"),
+    ),
 )
 """The first rule that fits decides."""
 

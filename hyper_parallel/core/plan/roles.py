@@ -1,4 +1,4 @@
-"""Pass 1: what every parameter is, by its name, its module's class and its shape. Never a guess: what contradicts itself is unknown."""
+"""Pass 1: what every parameter is, by its name, its module's class and its shape. What contradicts itself is unknown."""
 
 from __future__ import annotations
 
@@ -131,7 +131,14 @@ class _Rules:
     def _stranger(self, name: Name, parameter: ParameterDescription) -> str:
         around = self.class_of(name.path[:-1]) or "the model"
         tail = ".".join((name.path + (name.leaf,))[-2:])
-        return f"no rule knows '{tail}', {list(parameter.shape)} of a {parameter.module_class} in a {around}"
+        told = f"no rule knows '{tail}', {list(parameter.shape)} of a {parameter.module_class} in a {around}"
+        inside = (name.path[:depth] for depth in range(1, len(name.path) + 1))
+        cut = next((path for path in inside if any(self._is_kind(path, kind) for kind in KINDS)), None)
+        if cut is None:
+            return told
+        return (
+            f"{told}; '{cut[-1]}' is cut around it, so it may be kept whole only if it mixes no heads or inner features"
+        )
 
     def _fits(self, segments: Path, index: int, pattern: str | frozenset[str]) -> bool:
         if isinstance(pattern, frozenset):
@@ -169,7 +176,12 @@ class _Rules:
             path, shape = name.path, parameter.shape
             if name.adapter or name.leaf != "weight" or not path:
                 continue
-            if len(shape) == 1 and len(path) > 1 and path[-2].isdigit() and matches(parameter.module_class, NORM_CLASSES):
+            if (
+                len(shape) == 1
+                and len(path) > 1
+                and path[-2].isdigit()
+                and matches(parameter.module_class, NORM_CLASSES)
+            ):
                 sizes.hidden = sizes.hidden or Size(shape[0], f"the size of {parameter.name}")
             if len(shape) == 2 and outside_blocks(path) and _is_embedding(path[-1], parameter.module_class):
                 sizes.vocabulary = sizes.vocabulary or Size(shape[0], f"rows of {parameter.name}")

@@ -22,7 +22,7 @@ class Size:
 
 
 class Contradiction(Exception):
-    """A parameter's shape is not what its name promises. Never leaves the planner: it becomes a line of what was tried."""
+    """A shape is not what the name promises. Never leaves the planner: it becomes a line of what was tried."""
 
 
 @dataclass(frozen=True)
