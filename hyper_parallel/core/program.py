@@ -53,9 +53,11 @@ class Stage:
 
     @property
     def copied(self) -> int:
-        """Elements that this rank copies on its own device, beside what a collective moves."""
+        """Elements that this rank copies on its own device at most, beside what a collective moves. What works in place
+        copies an input that must stay as it is."""
         moves = (*(self.pack or ()), *self.keep, *(self.unpack or ()))
-        return sum(prod(move.sizes) for move in moves) + (self.numel if self.collective == "all_reduce" else 0)
+        in_place = self.collective == "all_reduce" or self.kind == "scale"
+        return sum(prod(move.sizes) for move in moves) + (self.numel if in_place else 0)
 
 
 @dataclass(frozen=True)
