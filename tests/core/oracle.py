@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
-from typing import Mapping, Sequence
+from typing import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from hyper_parallel import Layout, Partial, Replicate, Shard
+from hyper_parallel import DeviceMesh, Layout, Partial, Replicate, Shard
 from hyper_parallel.core.placement import RaggedShard, StridedShard
 
 Place = tuple[int, ...]
@@ -22,7 +22,12 @@ Place = tuple[int, ...]
 
 def place_of(layout: Layout, rank: int) -> Place:
     """The coordinates of a rank: ranks fill the mesh in row-major order."""
-    return tuple(int(each) for each in np.unravel_index(layout.mesh.ranks.index(rank), layout.mesh.shape))
+    return _places(layout.mesh)[rank]
+
+
+@lru_cache(maxsize=64)
+def _places(mesh: DeviceMesh) -> dict[int, Place]:
+    return dict(zip(mesh.ranks, product(*map(range, mesh.shape))))
 
 
 def chunk(length: int, pieces: int, piece: int) -> list[int]:
@@ -113,19 +118,21 @@ def coordinates(layout: Layout, rank: int, axes: Sequence[int]) -> Place:
     return tuple(place[axis] for axis in axes)
 
 
-def contributions(layout: Layout, make) -> dict[Place, np.ndarray]:
+def contributions(layout: Layout, make: Callable[[], np.ndarray]) -> dict[Place, np.ndarray]:
     """One global array from `make()` for each place along the partial axes."""
     axes = axes_of(layout, Partial)
     return {place: make() for place in product(*(range(layout.mesh.shape[axis]) for axis in axes))}
 
 
+def local(layout: Layout, parts: Mapping[Place, np.ndarray], rank: int) -> np.ndarray:
+    """The local array of a rank, of a tensor with these contributions."""
+    held = indices(layout, rank)
+    return parts[coordinates(layout, rank, axes_of(layout, Partial))].reshape(-1)[held].reshape(held.shape)
+
+
 def spread(layout: Layout, parts: Mapping[Place, np.ndarray]) -> list[np.ndarray]:
-    """The local arrays of all ranks, in the order of the mesh, of a tensor with these contributions."""
-    axes = axes_of(layout, Partial)
-    return [
-        parts[coordinates(layout, rank, axes)].reshape(-1)[indices(layout, rank)].reshape(indices(layout, rank).shape)
-        for rank in layout.mesh.ranks
-    ]
+    """The local arrays of all ranks, in the order of the mesh."""
+    return [local(layout, parts, rank) for rank in layout.mesh.ranks]
 
 
 def collect(layout: Layout, locals_: Sequence[np.ndarray], apart: Sequence[int] = ()) -> dict[Place, np.ndarray]:
@@ -151,7 +158,7 @@ def collect(layout: Layout, locals_: Sequence[np.ndarray], apart: Sequence[int] 
 
 
 def reduced(layout: Layout, parts: Mapping[Place, np.ndarray], apart: Sequence[int] = ()) -> dict[Place, np.ndarray]:
-    """The values of contributions, for each place along the axes that stay `apart`: one axis reduced after the other."""
+    """The values of contributions, for each place along the axes that stay `apart`; one axis is reduced at a time."""
     axes = sorted({*axes_of(layout, Partial), *apart})
     for axis in [axis for axis in axes if axis not in apart]:
         at = axes.index(axis)
@@ -180,15 +187,16 @@ def lacking(source: Layout, target: Layout, receivers: Sequence[int], apart: boo
     return len(set().union(*needed) - set().union(*held))
 
 
-def gathering_everything(source: Layout, axes: Sequence[str]) -> dict[tuple[int, int], int]:
+def gathering_everything(source: Layout, axes: Collection[str]) -> dict[tuple[int, int], int]:
     """Elements by (sender, receiver) when, along `axes`, every rank receives the local tensor of every other one."""
-    along = [source.mesh.names.index(axis) for axis in axes]
-    still = [axis for axis in range(len(source.mesh.names)) if axis not in along]
+    still = [axis for axis, name in enumerate(source.mesh.names) if name not in axes]
+    groups: dict[Place, list[int]] = {}
+    for rank in source.mesh.ranks:
+        groups.setdefault(coordinates(source, rank, still), []).append(rank)
     return {
         (sender, receiver): indices(source, sender).size
-        for sender in source.mesh.ranks
-        for receiver in source.mesh.ranks
-        if sender != receiver and coordinates(source, sender, still) == coordinates(source, receiver, still)
+        for group in groups.values()
+        for sender, receiver in permutations(group, 2)
     }
 
 

@@ -77,7 +77,7 @@ def draw_ranks(draw: Draw, size: int) -> tuple[int, ...]:
 def draw_mesh(draw: Draw, ranks: Sequence[int] | None = None) -> DeviceMesh:
     """Any mesh, or one over the given ranks."""
     if ranks is None:
-        axes, most = pick(draw, (1, 2, 3, 4, 2, 3, 0)), pick(draw, (6, 12, 8, MAX_RANKS))
+        axes, most = pick(draw, (1, 2, 3, 4, 2, 3, 0)), pick(draw, (6, 8, 12, MAX_RANKS))
         fitting = MESH_SHAPES_UP_TO[axes, most]
     else:
         axes = draw(1, MAX_AXES)
