@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Sequence
+import os
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
-from hyper_parallel.core.plan.fully_sharded import plan_fully_sharded
+from hyper_parallel.core.plan.derive import derive
 from hyper_parallel.core.plan.model import ModelDescription, describe
 from hyper_parallel.core.plan.plan import ShardingPlan
 
@@ -35,11 +36,25 @@ def initialize(backend: str, launch: Launch | None = None) -> None:
     backends.load(backend).collectives.initialize(launch or launch_from_environment(backend))
 
 
-def plan(model: Module | ModelDescription, mesh: DeviceMesh) -> ShardingPlan:
+def plan(
+    model: Module | ModelDescription,
+    mesh: DeviceMesh,
+    overrides: Mapping[str, Any] | str | os.PathLike | None = None,
+) -> ShardingPlan:
     """Derive the sharding plan of a model on a mesh. Nothing is launched and the model is not changed.
 
+    Where only `replicate` and `shard` have more than one rank, any model is planned: nothing has to be known of a
+    parameter but its shape. Every other axis needs to know what each parameter does.
+
+    Args:
+        model: a `torch.nn.Module`, a `mindspore.nn.Cell`, or the description of one.
+        mesh: the axes and their sizes; no rank has to be there.
+        overrides: what to decide otherwise, as a mapping or a YAML file; docs/overrides.md describes it.
+
     Raises:
-        PlanError: the model can't be planned on this mesh.
+        PlanError: the model can't be planned on this mesh, or an override says what can't be; lists every violation
+            with what to write.
+        ConfigError: `mesh` is no mesh, or `model` is no model.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"plan: mesh must be a hyper_parallel.DeviceMesh, found {mesh!r}")
@@ -48,7 +63,7 @@ def plan(model: Module | ModelDescription, mesh: DeviceMesh) -> ShardingPlan:
         if next(iter(units_of(backend, model)), None) is not None:
             raise PlanError("plan: the model is sharded already; plan it before, or restore it first")
         model = describe(model, backend)
-    return plan_fully_sharded(model, mesh)
+    return derive(model, mesh, overrides)
 
 
 def parallelize(model: Module, plan: ShardingPlan) -> Module:
@@ -62,7 +77,8 @@ def parallelize(model: Module, plan: ShardingPlan) -> Module:
 
     Raises:
         PlanError: the plan does not fit the model; lists every reason, and nothing is changed.
-        ConfigError, LayoutError: the ranks are not joined, or the mesh is not one of all ranks; likewise.
+        ConfigError, LayoutError: the mesh has an axis that can't be run yet, the ranks are not joined, or the mesh is not
+            one of all ranks; likewise.
     """
     if not isinstance(plan, ShardingPlan):
         raise ConfigError(f"parallelize: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")

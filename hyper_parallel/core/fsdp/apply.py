@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Iterator
 
 from hyper_parallel.core.backend import Backend, Module, ParameterUse
-from hyper_parallel.core.errors import PlanError
+from hyper_parallel.core.errors import ConfigError, PlanError
 from hyper_parallel.core.fsdp.build import check_parameters, make_unit, usable_mesh
 from hyper_parallel.core.fsdp.unit import units_of
+from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 
@@ -17,8 +18,10 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
 
     Raises:
         PlanError: the plan does not fit the model, lists every reason; then nothing is changed.
+        ConfigError: the mesh has an axis that can be planned and not yet run.
         ConfigError, LayoutError: as `fully_shard`, likewise.
     """
+    _check_axes(plan.mesh)
     usable_mesh(backend, plan.mesh)
     wrong = list(_violations(backend, model, plan))
     if wrong:
@@ -37,6 +40,16 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
             lambda use: plan[use.name].placements.get("shard"),
             plan.mesh,
             unit.reshard_after_forward,
+        )
+
+
+def _check_axes(mesh: DeviceMesh) -> None:
+    more = [axis for axis, size in zip(mesh.names, mesh.shape) if axis not in ("replicate", "shard") and size > 1]
+    if more:
+        raise ConfigError(
+            f"parallelize: this plan is for the mesh {mesh}, and running the axes {', '.join(more)} is not offered yet: "
+            "such a plan can be printed, explained and saved. To run, plan on a mesh whose axes of more than one rank are "
+            "replicate and shard"
         )
 
 

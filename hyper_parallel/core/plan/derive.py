@@ -116,6 +116,7 @@ def _plan(draft: Draft) -> ShardingPlan:
         boundaries=draft.boundaries,
         sequence_parallel=draft.overrides.sequence_parallel,
         tokens=draft.overrides.tokens,
+        overrides=draft.overrides.remembered(),
     )
 
 

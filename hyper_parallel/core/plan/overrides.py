@@ -30,5 +30,9 @@ class Overrides:
     def placed(self, name: str, placed: Placed) -> Placed:
         return placed
 
+    def remembered(self) -> dict[str, str]:
+        """For `ShardingPlan.overrides`: each parameter and boundary that an entry applied to, and the entry as a line."""
+        return {}
+
     def boundaries(self, plans: list[BoundaryPlan]) -> list[BoundaryPlan]:
         return plans

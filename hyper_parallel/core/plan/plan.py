@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Mapping
@@ -70,7 +71,8 @@ class ShardingPlan:
     what a user may want to know before the run, a sentence each. `boundaries` are the modules whose inputs and outputs
     carry contracts; there are none where no axis but `replicate` and `shard` is active. `sequence_parallel` says whether
     hidden states are cut along the sequence over `tensor`. `tokens` is the global batch that traffic is counted for, in
-    sequences and tokens of each.
+    sequences and tokens of each. `overrides` maps a parameter or the module of a boundary to what an override file said
+    of it, as one line, and why that entry applied.
     """
 
     model_class: str
@@ -82,13 +84,24 @@ class ShardingPlan:
     boundaries: tuple[BoundaryPlan, ...] = ()
     sequence_parallel: bool = False
     tokens: tuple[int, int] = (0, 0)
+    overrides: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> ParameterPlan:
-        first = self.tied.get(name, name)
-        for parameter in self.parameters:
-            if parameter.name == first:
-                return parameter
-        raise PlanError(f"the plan for {self.model_class} has no parameter {name!r}")
+        parameter = self._by_name.get(self.tied.get(name, name))
+        if parameter is None:
+            raise PlanError(f"the plan for {self.model_class} has no parameter {name!r}")
+        return parameter
+
+    @cached_property
+    def _by_name(self) -> dict[str, ParameterPlan]:
+        return {each.name: each for each in self.parameters}
+
+    @cached_property
+    def _by_unit(self) -> dict[str, list[ParameterPlan]]:
+        units: dict[str, list[ParameterPlan]] = {}
+        for each in self.parameters:
+            units.setdefault(each.unit, []).append(each)
+        return units
 
     def layout(self, name: str) -> Layout:
         """The layout of a parameter at rest, which is also that of its reduced gradient."""
@@ -97,7 +110,7 @@ class ShardingPlan:
 
     def members(self, unit: str) -> list[ParameterPlan]:
         """The parameters of a unit, in definition order."""
-        return [parameter for parameter in self.parameters if parameter.unit == unit]
+        return list(self._by_unit.get(unit, ()))
 
     def table(self) -> str:
         """Every unit and every parameter as a readable table."""
@@ -140,6 +153,7 @@ class ShardingPlan:
             "boundaries": {each.module: each.to_dict() for each in self.boundaries},
             "tied": dict(self.tied),
             "notes": list(self.notes),
+            "overrides": dict(self.overrides),
         }
 
     @classmethod
@@ -182,6 +196,7 @@ class ShardingPlan:
                 tuple(BoundaryPlan.from_dict(module, each) for module, each in values["boundaries"].items()),
                 values["sequence_parallel"],
                 (sequences, length),
+                dict(values["overrides"]),
             )
         except KeyError as error:
             raise PlanError(f"a plan needs the key {error}, which is missing") from error
