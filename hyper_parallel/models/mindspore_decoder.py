@@ -23,6 +23,7 @@ class Decoder(nn.Cell):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.config = config
         self.model = Backbone(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, config.initializer_range)
         if config.tie_word_embeddings:
