@@ -36,8 +36,8 @@ def boundary_types(groups: Iterable[Group], roles: RoleResult) -> dict[str, str]
     groups = tuple(groups)
     found = {each.module: _type(each, roles) for each in groups}
     violations = [
-        f"'{each.module or 'the model itself'}' ({each.class_name}) holds {_members(each, roles)}, which make no boundary "
-        "together; give parameters of one kind a module of their own, or set roles in the override file"
+        f"'{each.module or 'the model itself'}' ({each.class_name}) holds {_members(each, roles)}, which make no "
+        "boundary together; give parameters of one kind a module of their own, or set roles in the override file"
         for each in groups
         if found[each.module] is None
     ]

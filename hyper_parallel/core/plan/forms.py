@@ -106,8 +106,7 @@ def key_norm(match: Match) -> Fields:
 
 def _norm_of_heads(match: Match, count: int | None, projection: str) -> Fields:
     shape, each = match.shape, match.sizes.heads(match.anchor).query_size
-    rows = match.sizes.shape(match.anchor + (projection,))
-    width = count * each if count and each else rows[0] if rows else None
+    width = count * each if count and each else match.sizes.extent(match.anchor + (projection,), 0)
     if each and shape == (each,):
         return {"role": "head_norm", "why": f"one head has {each} features"}
     if width and shape == (width,):
@@ -134,8 +133,8 @@ def fused_attention(match: Match) -> Fields:
     shared = {"one": 1, "each": count}.get(entry.key_value_heads) or match.sizes.configured(entry.key_value_heads)
     if not shared or count % shared:
         raise Contradiction(
-            f"the fused projection {match.parameter.name} needs {entry.key_value_heads} in the configuration, a divisor "
-            f"of {count} heads; found {shared}"
+            f"the fused projection {match.parameter.name} needs {entry.key_value_heads} in the configuration, a "
+            f"divisor of {count} heads; found {shared}"
         )
     words = f"{count} query and {shared} key/value heads of {each}, {entry.order}"
     _expect(match, fields["output_dim"], Size((count + 2 * shared) * each, words))

@@ -30,10 +30,11 @@ def group(model: ModelDescription, roles: RoleResult) -> tuple[Group, ...]:
 
     * Attention is one group: its projections with the norms of heads, sinks, latents. A norm over all heads
       (`wide_norm`) is a group of its own inside, since it needs whole rows where attention has cut ones.
-    * A feed-forward layer is one group. Where its projections stand in a block beside other things, as in OPT, no module
-      holds them alone, and each is a group.
+    * A feed-forward layer is one group. Where its projections stand in a block beside other things, as in OPT, no
+      module holds them alone, and each is a group.
     * Experts belong to the module that is called with tokens: the one that packs them, or the block around a list of
-      them. Their router is a group of its own unless its parameters stand in the same module.
+      them. Their router is a group of its own unless its parameters stand in the same module; what corrects its choice
+      belongs to it, wherever it stands.
     * Norms, embeddings, heads and projections are groups alone. Adapters stand with their linear.
 
     Names in `roles.unknown` are in no group.
@@ -50,6 +51,10 @@ def group(model: ModelDescription, roles: RoleResult) -> tuple[Group, ...]:
     for name, place in places.items():
         if families[name] == "mlp" and place in around:
             places[name] = names[name].module(len(names[name].path))
+    routers = [places[name] for name in places if roles.assignments[name].role == "router"]
+    for name, place in places.items():
+        if roles.assignments[name].role == "router_correction":
+            places[name] = next((router for router in routers if router.startswith(f"{place}.")), place)
     modules: dict[str, list[str]] = {}
     for name, parsed in names.items():
         module = places[linears[parsed.path]] if parsed.adapter else places[name]
@@ -65,8 +70,8 @@ def _above(module: str) -> Iterator[str]:
 
 
 def _place(name: Name, family: str, model: ModelDescription) -> str:
-    depth = len(name.path)
     """The qualified name of the module that a parameter of this family acts in."""
+    depth = len(name.path)
     if family == "experts":
         return _experts_module(name, model)
     if family == "router":
@@ -76,12 +81,15 @@ def _place(name: Name, family: str, model: ModelDescription) -> str:
     return name.module(depth)
 
 
+_ROUTERS = ("gate", "router")
+
+
 def _router_depth(path: Path) -> int:
     """The router itself, where its parameters lie in a module of its own or in a helper below it."""
-    for depth in range(len(path), 0, -1):
-        if path[depth - 1] in ("gate", "router"):
-            return depth
-    return len(path)
+    depth = next((depth for depth in range(len(path), 0, -1) if path[depth - 1] in _ROUTERS), len(path))
+    while depth > 1 and path[depth - 2] in _ROUTERS:
+        depth -= 1
+    return depth
 
 
 def _experts_module(name: Name, model: ModelDescription) -> str:

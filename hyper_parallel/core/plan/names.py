@@ -28,7 +28,7 @@ class Name:
         return ".".join(self.raw[: self.ends[depth - 1] + 1]) if depth else ""
 
     def inner(self, depth: int) -> str:
-        """The qualified name of what lies innermost in the wrappers of `path[:depth]`: its class is the one that counts."""
+        """The qualified name of what lies innermost in the wrappers of `path[:depth]`; its class is what counts."""
         if depth < len(self.path):
             return ".".join(self.raw[: self.ends[depth]])
         return self.module(depth) if self.adapter else ".".join(self.raw[:-1])

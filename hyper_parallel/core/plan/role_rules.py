@@ -11,8 +11,9 @@ class RoleKind:
 
     `boundary` is the kind of boundary that a parameter of this role belongs to. `tensor` says what the `tensor` axis
     does to it: "vocabulary" (cut along `vocab_dim`), "output" (along `output_dim`), "heads" (the same, whole heads
-    only), "input" (along `input_dim`; what has none, as a bias, stays whole and is added once), "whole". `pending`: kept
-    whole, but used between parameters that are cut, so that each rank of the axis computes only a part of its gradient.
+    only), "input" (along `input_dim`; what has none, as a bias, stays whole and is added once), "whole". `pending`:
+    kept whole, but used between parameters that are cut, so that each rank of the axis computes only a part of its
+    gradient.
     """
 
     description: str
@@ -61,10 +62,10 @@ ROLES: dict[str, RoleKind] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose name ends in `pattern` have `role`, if the guards `where` hold and the shape is that of `form`.
+    """Parameters whose name ends in `pattern` have `role` if the guards `where` hold and the shape is as `form` says.
 
-    A pattern matches whole segments: names separated by "|", "#" a number, "@kind" a segment of that kind (`KINDS`), "*"
-    any one. `form` says how the parameter is laid out, `output` and `input` what its features must amount to ("" where
+    A pattern matches whole segments: names separated by "|", "#" a number, "@kind" a segment of that kind (`KINDS`),
+    "*" any one. `form` says how the parameter is laid out, `output` and `input` what its features must amount to ("" where
     only the members of its module tell).
     """
 
@@ -101,9 +102,9 @@ RULES: tuple[Rule, ...] = (
         where=("outside of repeated blocks",),
     ),
     # Attention.
-    Rule(f"@attention.q_proj|wq.{LINEAR}", "query", output="query", input="hidden"),
-    Rule(f"@attention.k_proj|wk.{LINEAR}", "key", output="key", input="hidden"),
-    Rule(f"@attention.v_proj|wv.{LINEAR}", "value", output="value", input="hidden"),
+    Rule(f"@attention.q_proj|wq|query|query_proj.{LINEAR}", "query", output="query", input="hidden"),
+    Rule(f"@attention.k_proj|wk|key|key_proj.{LINEAR}", "key", output="key", input="hidden"),
+    Rule(f"@attention.v_proj|wv|value|value_proj.{LINEAR}", "value", output="value", input="hidden"),
     Rule(f"@attention.o_proj|out_proj|wo|dense|c_proj.{LINEAR}", "attention_output", output="hidden", input="mixed"),
     Rule(f"@attention.gate_proj.{LINEAR}", "attention_gate", output="mixed", input="hidden"),
     Rule(f"@attention.qkv_proj|query_key_value|c_attn|Wqkv.{LINEAR}", "qkv", "fused attention", input="hidden"),
@@ -122,7 +123,7 @@ RULES: tuple[Rule, ...] = (
     Rule("@mlp.gate|router.e_score_correction_bias", "router_correction", "correction"),
     Rule("@mlp.gate|router.moe_statics.e_score_correction_bias", "router_correction", "correction"),
     Rule("@mlp.moe_statics.e_score_correction_bias", "router_correction", "correction"),
-    Rule("@mlp.expert_bias", "router_correction", "correction", where=("beside experts",)),
+    Rule("@mlp.expert_bias|e_score_correction_bias", "router_correction", "correction", where=("beside experts",)),
     Rule(f"@mlp.shared_expert_gate.{LINEAR}", "shared_expert_gate", output="one", input="hidden"),
     # Experts in one tensor, and one by one.
     Rule("experts.gate_up_proj", "expert_gate_up", "packed"),
@@ -204,6 +205,8 @@ WRAPPERS = frozenset(
         "_fsdp_wrapped_module",
         "_checkpoint_wrapped_module",
         "base_layer",
+        "linear",
+        "original",
         "original_layer",
         "original_module",
     }

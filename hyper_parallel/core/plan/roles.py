@@ -1,4 +1,4 @@
-"""Pass 1: what every parameter is, by its name, its module's class and its shape. What contradicts itself is unknown."""
+"""Pass 1: what every parameter is, by its name, its module's class and its shape. A contradiction makes it unknown."""
 
 from __future__ import annotations
 
@@ -26,21 +26,26 @@ from hyper_parallel.core.plan.sizes import Contradiction, Path, Size, Sizes
 __all__ = ["ROLES", "Assignment", "RoleKind", "RoleResult", "assign_roles"]
 
 
-def assign_roles(model: ModelDescription) -> RoleResult:
+def assign_roles(model: ModelDescription, given: Mapping[str, tuple[str, str]] | None = None) -> RoleResult:
     """Give each parameter, under each of its names, a role; or say what was tried.
 
     Rules look at names, classes and sizes; then the members of each module are held against each other; then adapters
-    follow the linears that they stand around. Reads nothing but the description.
+    follow the linears that they stand around. Reads nothing but the description. `given` are roles that a user decides,
+    `{name: (role, who says so)}`; they must fit the shape as any other.
     """
+    given = given or {}
     parameters = tuple(all_names(model))
     names = [parse(each.name) for each in parameters]
     rules = _Rules(model, list(zip(names, parameters)))
     assigned: dict[str, Assignment] = {}
     unknown: dict[str, list[str]] = {}
     for name, parameter in zip(names, parameters):
-        if name.adapter:
+        if name.adapter and parameter.name not in given:
             continue
-        outcome = rules.assign(name, parameter)
+        if parameter.name in given:
+            outcome = rules.assign_as(name, parameter, *given[parameter.name])
+        else:
+            outcome = rules.assign(name, parameter)
         if isinstance(outcome, Assignment):
             assigned[parameter.name] = outcome
         else:
@@ -49,10 +54,11 @@ def assign_roles(model: ModelDescription) -> RoleResult:
     for name, reason in disagreements(known):
         unknown.setdefault(name, []).append(reason)
         assigned.pop(name, None)
+    known = [each for each in known if not each[0].adapter]
     linears = {(name.path, name.leaf): (each, assigned.get(each.name)) for name, each, _ in known}
     inner = {name.path: each.shape for name, each in zip(names, parameters) if name.adapter == "in"}
     for name, parameter in zip(names, parameters):
-        if not name.adapter:
+        if not name.adapter or parameter.name in given:
             continue
         try:
             assigned[parameter.name] = assign_adapter(name, parameter, linears.get((name.path, "weight")), inner)
@@ -87,7 +93,7 @@ class _Rules:
                 self._classes.setdefault(path, model.modules.get(name.inner(depth), ""))
         self.sizes = Sizes(model.config, named, self.class_of)
         self._kinds: dict[tuple[Path, str], bool] = {}
-        self._find_hidden(named)
+        self._complete_sizes(named)
 
     def class_of(self, path: Path) -> str:
         """The class of a module by its logical path; "" for one that the description does not list."""
@@ -127,6 +133,33 @@ class _Rules:
             role = fields.pop("role", rule.role)
             return Assignment(parameter.name, role, f"'{matched}' is {_article(role)}: {why}", **fields)
         return tried + [self._stranger(name, parameter)]
+
+    def assign_as(self, name: Name, parameter: ParameterDescription, role: str, source: str) -> Assignment | list[str]:
+        """The role that a user gives, if the shape is one that the role can have; its name and its place don't matter."""
+        if role == "whole":
+            return Assignment(parameter.name, role, f"{source} keeps it whole")
+        if name.adapter:
+            return [
+                f"{source} makes it {_article(role)}, but a factor of an adapter has the role of its linear, or none"
+            ]
+        own = name.leaf in ("weight", "bias")
+        anchor = name.path[:-1] if own else name.path
+        around = parameter.module_class, self.class_of(name.path[:-1]), self.sizes
+        tried: dict[str, None] = {}
+        for rule in _rules_for(role, own, name.path[-2:-1]):
+            try:
+                fields = FORMS[rule.form](Match(rule, name, parameter, anchor, *around))
+            except Contradiction as error:
+                tried[str(error)] = None
+                continue
+            why, found = fields.pop("why"), fields.pop("role", rule.role)
+            if found == role:
+                return Assignment(parameter.name, role, f"{source} makes it {_article(role)}: {why}", **fields)
+            tried[f"its shape is that of {_article(found)}"] = None
+        kind = "weight or bias" if own else "parameter that stands bare in its module"
+        return [
+            f"{source} makes it {_article(role)}, but {each}" for each in tried or {f"no {kind} has that role": None}
+        ]
 
     def _stranger(self, name: Name, parameter: ParameterDescription) -> str:
         around = self.class_of(name.path[:-1]) or "the model"
@@ -169,25 +202,37 @@ class _Rules:
         inside = len(path) > 1 and any(self._is_kind(path[:-1], kind) for kind in KINDS)
         return not inside and outside_blocks(path)
 
-    def _find_hidden(self, named: Iterable[tuple[Name, ParameterDescription]]) -> None:
-        """Without a configuration the norms of blocks tell the width of hidden states, and the embedding the rest."""
-        sizes = self.sizes
+    def _complete_sizes(self, named: Iterable[tuple[Name, ParameterDescription]]) -> None:
+        """What the configuration leaves out: norms in blocks are as wide as hidden states, else the tokens' table is."""
+        norms: list[Size] = []
+        tables: list[ParameterDescription] = []
         for name, parameter in named:
-            path, shape = name.path, parameter.shape
+            path, dims = name.path, len(parameter.shape)
             if name.adapter or name.leaf != "weight" or not path:
                 continue
-            if (
-                len(shape) == 1
-                and len(path) > 1
-                and path[-2].isdigit()
-                and matches(parameter.module_class, NORM_CLASSES)
-            ):
-                sizes.hidden = sizes.hidden or Size(shape[0], f"the size of {parameter.name}")
-            if len(shape) == 2 and outside_blocks(path) and _is_embedding(path[-1], parameter.module_class):
-                sizes.vocabulary = sizes.vocabulary or Size(shape[0], f"rows of {parameter.name}")
-        if sizes.hidden is None and sizes.vocabulary is not None:
-            table = next(each for _, each in named if sizes.vocabulary.source == f"rows of {each.name}")
-            sizes.hidden = Size(table.shape[1], f"columns of {table.name}")
+            if dims == 1 and path[-2:-1] and path[-2].isdigit() and matches(parameter.module_class, NORM_CLASSES):
+                norms.append(Size(parameter.shape[0], f"the size of {parameter.name}"))
+            if dims == 2 and outside_blocks(path) and _is_embedding(path[-1], parameter.module_class):
+                tables.append(parameter)
+        widths = norms + [Size(each.shape[1], f"columns of {each.name}") for each in tables]
+        rows = [Size(each.shape[0], f"rows of {each.name}") for each in tables]
+        self.sizes.hidden = self.sizes.hidden or next(iter(widths), None)
+        self.sizes.vocabulary = self.sizes.vocabulary or next(iter(rows), None)
+
+
+def _rules_for(role: str, own: bool, above: Path) -> Iterator[Rule]:
+    """Rules whose forms a parameter of this role can have: a module's own weight or bias, or one that stands bare."""
+    norms = ("head_norm", "wide_norm", "per_head_norm")
+    for rule in RULES:
+        pattern = rule.pattern.split(".")
+        fitting = (
+            rule.role == role
+            or (role in norms and rule.role in norms)
+            or (role, rule.form) == ("router_bias", "router")
+        )
+        listed = "#" not in pattern[1:-1] or (above and above[0].isdigit())
+        if fitting and listed and (set(pattern[-1].split("|")) <= {"weight", "bias"}) == own:
+            yield rule
 
 
 def _article(role: str) -> str:

@@ -70,6 +70,11 @@ class Sizes:
         found = self.members.get((path, leaf))
         return found.shape if found else None
 
+    def extent(self, path: Path, dim: int) -> int:
+        """Rows (0) or columns (1) of the matrix at a logical place; 0 where there is none."""
+        shape = self.shape(path)
+        return shape[dim] if shape and len(shape) == 2 else 0
+
     def configured(self, key: str) -> int | None:
         """A positive whole number of the configuration, by its own key."""
         value = self.config.get(key)
@@ -102,14 +107,8 @@ class Sizes:
 
     def _find_heads(self, holder: Path) -> Heads:
         count = self._configured("heads")
-        norm = self.shape(holder + ("q_norm",))
-        rows = self.shape(holder + ("q_proj",))
         if not count:
-            if not (norm and rows and len(norm) == 1 and norm[0] < rows[0] and rows[0] % norm[0] == 0):
-                return Heads()
-            keys = self.shape(holder + ("k_proj",))
-            key_heads = keys[0] // norm[0] if keys and keys[0] % norm[0] == 0 else None
-            return Heads(rows[0] // norm[0], key_heads, norm[0], norm[0], source="the size of q_norm")
+            return self._heads_by_norm(holder)
         if "kv_b_proj" in self.children.get(holder, ()):
             return self._latent_heads(count.value)
         keys = self._configured("key/value heads") or count
@@ -122,6 +121,15 @@ class Sizes:
         gates = 2 if self._class_of(holder) in GATED_QUERIES else 1
         return Heads(count.value, keys.value, each.value, each.value, gates=gates, source=sources)
 
+    def _heads_by_norm(self, holder: Path) -> Heads:
+        """Without a configuration: a norm of queries that is narrower than they are is one head wide."""
+        norm = self.shape(holder + ("q_norm",))
+        rows, keys = self.extent(holder + ("q_proj",), 0), self.extent(holder + ("k_proj",), 0)
+        if not (norm and len(norm) == 1 and 0 < norm[0] < rows and rows % norm[0] == 0 and keys % norm[0] == 0):
+            return Heads()
+        each = norm[0]
+        return Heads(rows // each, keys // each or None, each, each, source="the size of q_norm")
+
     def _latent_heads(self, count: int) -> Heads:
         plain, turned = self.configured("qk_nope_head_dim"), self.configured("qk_rope_head_dim")
         value = self.configured("v_head_dim")
@@ -132,12 +140,11 @@ class Sizes:
 
     def _latent(self, symbol: str, holder: Path) -> Size | None:
         """The width of a latent: the configuration's, else what the projection out of it takes in."""
-        if symbol == "query latent":
-            inner = self.shape(holder + ("q_b_proj",))
-            return self._configured("query latent") or (Size(inner[1], "columns of q_b_proj") if inner else None)
-        inner = self.shape(holder + ("kv_b_proj",))
-        latent = self._configured("latent") or (Size(inner[1], "columns of kv_b_proj") if inner else None)
-        if symbol == "latent" or latent is None:
+        where = "q_b_proj" if symbol == "query latent" else "kv_b_proj"
+        inner = self.extent(holder + (where,), 1)
+        key = "query latent" if symbol == "query latent" else "latent"
+        latent = self._configured(key) or (Size(inner, f"columns of {where}") if inner else None)
+        if symbol != "latent and rope" or latent is None:
             return latent
         turned = self.configured("qk_rope_head_dim")
         return Size(latent.value + turned, f"{latent.source} + qk_rope_head_dim") if turned else None

@@ -115,6 +115,19 @@ def test_a_helper_below_a_router_belongs_to_it():
     assert found["layers.0.mlp.gate"] == ["weight", "moe_statics.e_score_correction_bias"]
 
 
+def test_what_corrects_the_choice_of_experts_belongs_to_the_router():
+    parameters = {
+        "layers.0.mlp.expert_bias": ((4,), "AfmoeSparseMoeBlock"),
+        "layers.0.mlp.router.gate.weight": ((4, 32), "Linear"),
+        "layers.0.mlp.experts.gate_up_proj": ((4, 96, 32), "AfmoeExperts"),
+        "layers.0.mlp.experts.down_proj": ((4, 32, 48), "AfmoeExperts"),
+    }
+    model = by_hand(parameters)
+    found = {each.module: each.parameters for each in group(model, assign_roles(model))}
+    assert set(found) == {"layers.0.mlp.router", "layers.0.mlp.experts"}
+    assert found["layers.0.mlp.router"] == ("layers.0.mlp.expert_bias", "layers.0.mlp.router.gate.weight")
+
+
 def test_groups_have_the_names_that_a_wrapped_model_has():
     model = renamed(
         stored("llama"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 
 import pytest
 
+from hyper_parallel.core.plan.grouping import group
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
 from hyper_parallel.core.plan.roles import ROLES, Assignment, assign_roles
 from tests.core.plan.by_hand import HEADS, by_hand, layerless, renamed, stored, with_shape
@@ -402,6 +404,74 @@ def test_bare_factors_beside_the_weight_are_known():
 def test_adapters_that_can_not_be_planned_are_refused(linear, parts, words):
     model = with_adapters(stored("llama"), f"model.{linear}", parts)
     assert words in why_not(model, f"model.{linear}.{list(parts)[0]}")
+
+
+def test_a_trained_copy_of_a_module_has_the_role_of_the_original():
+    model = stored("llama")
+    copies = [each for each in model.parameters if each.name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight")]
+
+    def below(name: str, wrapper: str) -> str:
+        return f"{name.removesuffix('.weight')}.{wrapper}.weight"
+
+    parameters = [each for each in model.parameters if each not in copies]
+    parameters += [replace(each, name=below(each.name, "original_module"), trainable=False) for each in copies]
+    parameters += [replace(each, name=below(each.name, "modules_to_save.default")) for each in copies]
+    result = assign_roles(replace(model, parameters=tuple(parameters)))
+    assert not result.unknown
+    for wrapper in ("original_module", "modules_to_save.default"):
+        assert told(result.assignments[below("lm_head.weight", wrapper)]) == Truth("head", 0, 1, vocab_dim=0)
+        assert told(result.assignments[below("model.layers.0.mlp.up_proj.weight", wrapper)]) == Truth("up", 0, 1)
+
+
+# Whatever is described, every name is told or refused.
+
+SEGMENTS = (
+    "weight bias lora_A base_layer modules_to_save default gate experts 0 q_norm q_proj kv_b_proj up_proj gate_up_proj "
+    "norm sinks module lm_head e_score_correction_bias router input_linear"
+).split()
+CLASSES = "Linear Conv1D RMSNorm Embedding Stranger GptOssExperts Llama4TextExperts".split()
+
+
+def damaged(model: ModelDescription, chance: random.Random) -> ModelDescription:
+    """The model with some shapes, names, classes and settings changed or gone."""
+    parameters: dict[str, ParameterDescription] = {}
+    for each in model.parameters:
+        kind, segments = chance.random(), each.name.split(".")
+        if kind < 0.05:
+            continue
+        if kind < 0.12:
+            sizes = [chance.choice((0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 96)) for _ in range(chance.randint(0, 4))]
+            each = replace(each, shape=tuple(sizes))
+        elif kind < 0.20:
+            segments[chance.randrange(len(segments))] = chance.choice(SEGMENTS)
+        elif kind < 0.25:
+            segments.insert(chance.randrange(len(segments) + 1), chance.choice(SEGMENTS))
+        elif kind < 0.30:
+            each = replace(each, module_class=chance.choice(CLASSES))
+        name = ".".join(segments)
+        parameters.setdefault(name, replace(each, name=name))
+    values = (None, 0, -1, 1, 7, True, "x", [1], {"a": 1})
+    config = {
+        key: chance.choice(values) if chance.random() < 0.1 else value
+        for key, value in model.config.items()
+        if chance.random() > 0.1
+    }
+    tied = {name: first for name, first in model.tied.items() if first in parameters and name not in parameters}
+    return replace(model, parameters=tuple(parameters.values()), config=config, tied=tied)
+
+
+@pytest.mark.parametrize("name", sorted(TRUTH))
+def test_every_name_of_a_damaged_model_is_told_or_refused(name):
+    chance = random.Random(name)
+    for _ in range(20):
+        model = damaged(stored(name), chance)
+        result = assign_roles(model)
+        names = {each.name for each in model.parameters} | set(model.tied)
+        assert set(result.assignments) | set(result.unknown) == names
+        assert not set(result.assignments) & set(result.unknown)
+        assert all(result.unknown.values())
+        grouped = [name for each in group(model, result) for name in each.parameters]
+        assert sorted(grouped) == sorted(result.assignments)
 
 
 # Speed.
