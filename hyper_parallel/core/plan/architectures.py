@@ -15,8 +15,8 @@ class FusedAttention:
     """Rows of a fused projection to queries, keys and values.
 
     "concatenated": all queries, all keys, all values. "grouped": for each key/value head its queries, its key, its
-    value, so that a contiguous cut between groups is a cut between heads. `key_value_heads` is "one", "each" (as many as
-    query heads) or the configuration's key that holds the number. `when` are configuration values without which the
+    value, so that a contiguous cut between groups is a cut between heads. `key_value_heads` is "one", "each" (as many
+    as query heads) or the configuration's key that holds the number. `when` are configuration values without which the
     entry does not hold.
     """
 

@@ -49,6 +49,7 @@ def boundary_types(groups: Iterable[Group], roles: RoleResult) -> dict[str, str]
 def _type(group: Group, roles: RoleResult) -> str | None:
     members = {roles.assignments[name].role for name in group.parameters}
     families = {ROLES[role].boundary for role in members} - {"adapter"}
+    families = families - {"whole"} or families  # what is kept whole acts inside of what else is there
     if families == {"mlp"}:
         opens, closes = bool(members - {"down", "adapter"}), "down" in members
         return "mlp" if opens and closes else "down" if closes else "up"

@@ -44,8 +44,9 @@ def group(model: ModelDescription, roles: RoleResult) -> tuple[Group, ...]:
     linears: dict[Path, str] = {}
     families = {name: ROLES[each.role].boundary for name, each in roles.assignments.items()}
     for name, parsed in names.items():
-        if not parsed.adapter:
+        if not parsed.adapter or families[name] == "whole":
             places[name] = _place(parsed, families[name], model)
+        if not parsed.adapter:
             linears[parsed.path] = name
     around = {above for name, place in places.items() if families[name] == "attention" for above in _above(place)}
     for name, place in places.items():
@@ -57,7 +58,7 @@ def group(model: ModelDescription, roles: RoleResult) -> tuple[Group, ...]:
             places[name] = next((router for router in routers if router.startswith(f"{place}.")), place)
     modules: dict[str, list[str]] = {}
     for name, parsed in names.items():
-        module = places[linears[parsed.path]] if parsed.adapter else places[name]
+        module = places[name] if name in places else places[linears[parsed.path]]
         modules.setdefault(module, []).append(name)
     return tuple(Group(module, model.modules.get(module, ""), tuple(members)) for module, members in modules.items())
 

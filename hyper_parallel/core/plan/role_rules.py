@@ -65,8 +65,8 @@ class Rule:
     """Parameters whose name ends in `pattern` have `role` if the guards `where` hold and the shape is as `form` says.
 
     A pattern matches whole segments: names separated by "|", "#" a number, "@kind" a segment of that kind (`KINDS`),
-    "*" any one. `form` says how the parameter is laid out, `output` and `input` what its features must amount to ("" where
-    only the members of its module tell).
+    "*" any one. `form` says how the parameter is laid out, `output` and `input` what its features must amount to (""
+    where only the members of its module tell).
     """
 
     pattern: str

@@ -54,7 +54,6 @@ def assign_roles(model: ModelDescription, given: Mapping[str, tuple[str, str]] |
     for name, reason in disagreements(known):
         unknown.setdefault(name, []).append(reason)
         assigned.pop(name, None)
-    known = [each for each in known if not each[0].adapter]
     linears = {(name.path, name.leaf): (each, assigned.get(each.name)) for name, each, _ in known}
     inner = {name.path: each.shape for name, each in zip(names, parameters) if name.adapter == "in"}
     for name, parameter in zip(names, parameters):
@@ -135,7 +134,7 @@ class _Rules:
         return tried + [self._stranger(name, parameter)]
 
     def assign_as(self, name: Name, parameter: ParameterDescription, role: str, source: str) -> Assignment | list[str]:
-        """The role that a user gives, if the shape is one that the role can have; its name and its place don't matter."""
+        """The role that a user gives, if the shape is one that the role can have; name and place don't matter."""
         if role == "whole":
             return Assignment(parameter.name, role, f"{source} keeps it whole")
         if name.adapter:
@@ -203,7 +202,7 @@ class _Rules:
         return not inside and outside_blocks(path)
 
     def _complete_sizes(self, named: Iterable[tuple[Name, ParameterDescription]]) -> None:
-        """What the configuration leaves out: norms in blocks are as wide as hidden states, else the tokens' table is."""
+        """What no configuration tells: norms in blocks are as wide as hidden states, or else the tokens' table is."""
         norms: list[Size] = []
         tables: list[ParameterDescription] = []
         for name, parameter in named:
