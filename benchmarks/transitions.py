@@ -1,8 +1,8 @@
 """What a replayed transition costs beside its collectives, against `redistribute` of PyTorch's DTensor.
 
-Tensors of a few elements on ranks of this machine: the wire costs both sides alike, what differs is Python. "busy" is the
-time that the calling thread computed, without waiting for other ranks; "wall" includes the waiting. Both are microseconds
-a call, the mean over the ranks of the best of several rounds, in which the contestants take turns:
+Tensors of a few elements on ranks of this machine: the wire costs both sides alike, what differs is Python. "busy" is
+the time that the calling thread computed, without waiting for other ranks; "wall" includes the waiting. Both are in
+microseconds a call, the mean over the ranks of the best of several rounds, in which the contestants take turns:
 
     run      the transition on plain tensors, without autograd:  redistribution(...).run(local)
     plain    the transition on plain tensors, recorded if asked: redistribution(...)(local)
