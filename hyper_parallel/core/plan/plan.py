@@ -9,17 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, Mapping
 
-import numpy as np
 import yaml
 
-from hyper_parallel.core.errors import LayoutError, PlanError
+from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Placement, parse_placement
+from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.contracts import BoundaryPlan
-
-FORMAT = 2
-"""Version of the YAML form."""
+from hyper_parallel.core.plan.model import ITEM_BYTES
+from hyper_parallel.core.plan.saved import FORMAT, load_yaml, read_plan, to_yaml
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class ParameterPlan:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+        return ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -163,51 +161,13 @@ class ShardingPlan:
         Raises:
             PlanError: a key is missing, or a value is not what a plan holds.
         """
-        try:
-            if values["format"] != FORMAT:
-                raise PlanError(f"a plan of format {values['format']!r} can't be read; this version reads {FORMAT}")
-            mesh = DeviceMesh(tuple(values["mesh"].values()), tuple(values["mesh"]), values["ranks"])
-            units = tuple(_unit_from(unit) for unit in values["units"])
-            parameters = tuple(
-                ParameterPlan(
-                    name=name,
-                    shape=tuple(each["shape"]),
-                    dtype=each["dtype"],
-                    trainable=each["trainable"],
-                    placements={axis: parse_placement(text) for axis, text in each["placements"].items()},
-                    unit=each["unit"],
-                    role=each["role"],
-                    rule=each["rule"],
-                    boundary=each["boundary"],
-                    pending=tuple(each["pending"]),
-                    local_shape=tuple(each["local_shape"]),
-                    notes=tuple(each["notes"]),
-                )
-                for name, each in values["parameters"].items()
-            )
-            sequences, length = values["tokens"]
-            return cls(
-                values["model"],
-                mesh,
-                units,
-                parameters,
-                dict(values["tied"]),
-                tuple(values["notes"]),
-                tuple(BoundaryPlan.from_dict(module, each) for module, each in values["boundaries"].items()),
-                values["sequence_parallel"],
-                (sequences, length),
-                dict(values["overrides"]),
-            )
-        except KeyError as error:
-            raise PlanError(f"a plan needs the key {error}, which is missing") from error
-        except (AttributeError, TypeError, ValueError, LayoutError) as error:
-            raise PlanError(f"this is not a sharding plan: {error}") from error
+        return read_plan(values)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write YAML; a file that is there is replaced as a whole."""
         path = Path(path)
         draft = path.with_name(path.name + ".part")
-        draft.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None, width=120))
+        draft.write_text(to_yaml(self.to_dict()), encoding="utf-8")
         os.replace(draft, path)
 
     @classmethod
@@ -218,16 +178,11 @@ class ShardingPlan:
             PlanError: the file is missing, no YAML, or no plan.
         """
         try:
-            values = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
+            values = load_yaml(Path(path).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, ValueError) as error:
             raise PlanError(f"the plan {path} can't be read: {error}") from error
-        if not isinstance(values, Mapping):
-            raise PlanError(f"the plan {path} holds no mapping")
-        return cls.from_dict(values)
+        try:
+            return read_plan(values)
+        except PlanError as error:
+            raise PlanError(f"the plan {path}: {error}") from error
 
-
-def _unit_from(values: Mapping[str, Any]) -> UnitPlan:
-    reshard = values["reshard_after_forward"]
-    if not isinstance(reshard, bool):
-        raise PlanError(f"unit {values['name']!r}: reshard_after_forward is {reshard!r}, write true or false")
-    return UnitPlan(values["name"], reshard)

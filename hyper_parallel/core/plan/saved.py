@@ -1,0 +1,325 @@
+"""A sharding plan in a file: YAML that is the same whenever the plan is, and a reader that believes nothing."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
+
+import yaml
+
+from hyper_parallel.core.errors import LayoutError, PlanError
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Placement, Replicate, parse_placement
+from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
+from hyper_parallel.core.plan.model import ITEM_BYTES
+from hyper_parallel.core.plan.role_rules import ROLES
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
+
+FORMAT = 2
+"""Version of the YAML form."""
+
+WIDTH = 120
+"""A list or mapping that is no longer stands on one line."""
+
+MOST_RANKS = 2**20
+"""A mesh of more ranks than this is no mesh that somebody has."""
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.()\-]*")
+_RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
+
+
+# Writing
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Mappings with text for keys, lists, text, whole numbers, booleans and None as YAML. Equal values give equal text.
+
+    The form is PyYAML's, made here since a plan has hundreds of thousands of values and PyYAML takes a minute for them.
+    """
+    return "\n".join(_block(values)) + "\n"
+
+
+def _block(values: Any) -> Iterable[str]:
+    """The lines of a mapping or list, one for each entry that fits."""
+    keyed = isinstance(values, Mapping)
+    for key, value in values.items() if keyed else enumerate(values):
+        head = f"{_scalar(key)}: " if keyed else "- "
+        flow = _flow(value)
+        if not isinstance(value, (Mapping, list)) or not value or len(head) + len(flow) <= WIDTH:
+            yield head + flow
+        elif keyed:
+            yield head.rstrip()
+            yield from (f"  {line}" for line in _block(value))
+        else:
+            first, *rest = _block(value)
+            yield head + first
+            yield from (f"  {line}" for line in rest)
+
+
+def _flow(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_scalar(key)}: {_flow(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else str(value)
+
+
+@lru_cache(maxsize=65536)
+def _text(value: str) -> str:
+    if _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
+        return value
+    return yaml.safe_dump(value, default_style='"', width=float("inf")).rstrip("\n")
+
+
+# Reading
+
+
+def load_yaml(text: str) -> Any:
+    """The values of YAML text; raises YAMLError or ValueError."""
+    try:
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_plan(values: Any) -> ShardingPlan:
+    """The plan that `ShardingPlan.to_dict` gave.
+
+    Raises:
+        PlanError: a key is missing, or a value is not what a plan holds; names the place in the file and what was found.
+    """
+    from hyper_parallel.core.plan.plan import ShardingPlan
+
+    if not isinstance(values, Mapping):
+        raise PlanError(f"a plan is a mapping, found {_short(values)}")
+    if _get(values, "format", int, "") != FORMAT:
+        raise PlanError(f"a plan of format {values['format']} can't be read; this version reads {FORMAT}")
+    mesh = _mesh(values)
+    layouts = _Layouts(mesh)
+    units = _units(values)
+    tokens = _get(values, "tokens", list, "")
+    if len(tokens) != 2 or not all(_is(each, int) and each >= 0 for each in tokens):
+        raise PlanError(f"tokens: found {_short(tokens)}, write a number of sequences and the tokens of each")
+    parameters = tuple(
+        _parameter(name, each, layouts, {unit.name for unit in units})
+        for name, each in _entries(values, "parameters", Mapping)
+    )
+    tied = dict(_entries(values, "tied", str))
+    names = {each.name for each in parameters}
+    for name, first in tied.items():
+        if first not in names or name in names:
+            raise PlanError(f"tied: {name}: found {_short(first)}, write the first name of a parameter, for another name")
+    boundaries = _entries(values, "boundaries", Mapping)
+    return ShardingPlan(
+        model_class=_get(values, "model", str, ""),
+        mesh=mesh,
+        units=units,
+        parameters=parameters,
+        tied=tied,
+        notes=_texts(values, "notes", ""),
+        boundaries=tuple(_boundary(module, each, layouts, tuple(tokens)) for module, each in boundaries),
+        sequence_parallel=_get(values, "sequence_parallel", bool, ""),
+        tokens=tuple(tokens),
+        overrides=dict(_entries(values, "overrides", str)),
+    )
+
+
+class _Layouts:
+    """Checks that placements mean something on the mesh; the parameters of a model share a few dozen layouts."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self._known: dict[tuple, Layout] = {}
+
+    def check(
+        self,
+        placements: Mapping[str, Placement],
+        shape: tuple[int, ...],
+        where: str,
+        gradient: Mapping[str, Placement] | None = None,
+    ) -> Layout:
+        """The layout; raises PlanError."""
+        key = (tuple(placements.items()), shape, tuple((gradient or {}).items()))
+        if key not in self._known:
+            most = max(self.mesh.size, *shape, 1)
+            if wide := [each for each in placements.values() if getattr(each, "split_factor", 1) > most]:
+                raise PlanError(f"{where}: {wide[0]} makes more blocks than the mesh has ranks or a dim has elements")
+            try:
+                self._known[key] = Layout(self.mesh, placements, shape, gradient)
+            except LayoutError as error:
+                raise PlanError(f"{where}: {error}") from error
+        return self._known[key]
+
+
+def _mesh(values: Mapping[str, Any]) -> DeviceMesh:
+    sizes = dict(_entries(values, "mesh", int))
+    if any(size < 1 for size in sizes.values()) or prod(sizes.values()) > MOST_RANKS:
+        raise PlanError(f"mesh: found {_short(sizes)}, write sizes from 1 up, for at most {MOST_RANKS:,} ranks")
+    ranks = values["ranks"] if "ranks" in values else _get(values, "ranks", list, "")
+    if ranks is not None and not (isinstance(ranks, list) and all(_is(each, int) for each in ranks)):
+        raise PlanError(f"ranks: found {_short(ranks)}, write a list of ranks, or null for ranks in order")
+    try:
+        return DeviceMesh(tuple(sizes.values()), tuple(sizes), ranks)
+    except LayoutError as error:
+        raise PlanError(f"mesh: {error}") from error
+
+
+def _units(values: Mapping[str, Any]) -> tuple:
+    from hyper_parallel.core.plan.plan import UnitPlan
+
+    units = []
+    for number, each in enumerate(_get(values, "units", list, ""), start=1):
+        where = f"units: number {number}"
+        units.append(UnitPlan(_get(each, "name", str, where), _get(each, "reshard_after_forward", bool, where)))
+    return tuple(units)
+
+
+def _parameter(name: str, values: Mapping[str, Any], layouts: _Layouts, units: set[str]) -> ParameterPlan:
+    from hyper_parallel.core.plan.plan import ParameterPlan
+
+    where = f"parameters: {name}"
+    shape = _numbers(values, "shape", where)
+    placements = _placements(values, "placements", where)
+    layout = layouts.check(placements, shape, f"{where}: placements")
+    local = _numbers(values, "local_shape", where)
+    if local != layout.local_shape(layouts.mesh.ranks[0]):
+        is_so = list(layout.local_shape(layouts.mesh.ranks[0]))
+        raise PlanError(f"{where}: local_shape: found {_short(list(local))}, the placements give {is_so}")
+    return ParameterPlan(
+        name=name,
+        shape=shape,
+        dtype=_one_of(values, "dtype", ITEM_BYTES, where),
+        trainable=_get(values, "trainable", bool, where),
+        placements=placements,
+        unit=_one_of(values, "unit", units, where),
+        role=_one_of(values, "role", ("", *ROLES), where),
+        rule=_get(values, "rule", str, where),
+        boundary=_get(values, "boundary", str, where),
+        pending=_axes(values, "pending", where, layouts.mesh),
+        local_shape=local,
+        notes=_texts(values, "notes", where),
+    )
+
+
+def _boundary(module: str, values: Mapping[str, Any], layouts: _Layouts, tokens: tuple[int, int]) -> BoundaryPlan:
+    where = f"boundaries: {module or '(the model itself)'}"
+    inputs, outputs = (
+        tuple(
+            _contract(each, layouts, tokens, f"{where}: {side}: number {number}")
+            for number, each in enumerate(_get(values, side, list, where), start=1)
+        )
+        for side in ("inputs", "outputs")
+    )
+    region = _one_of(values, "region", ("checked", "transparent", "opaque"), where)
+    return BoundaryPlan(module, _get(values, "kind", str, where), inputs, outputs, region, _get(values, "note", str, where))
+
+
+def _contract(values: Any, layouts: _Layouts, tokens: tuple[int, int], where: str) -> Contract:
+    dims, size = _get(values, "dims", int, where), _get(values, "size", int, where)
+    if dims not in (1, 2, 3) or size < 0:
+        raise PlanError(f"{where}: found dims {_short(dims)} and size {_short(size)}, write 1 to 3 dims, and a size from 0 up")
+    sides = ("before", "after", "gradient", *(("gradient_before",) if "gradient_before" in values else ()))
+    contract = Contract(
+        _get(values, "name", str, where), dims, size, **{side: _placements(values, side, where) for side in sides}
+    )
+    shape = (*tokens, size)[:dims]
+    layouts.check(contract.before, shape, f"{where}: before")
+    pending = {a: each for a, each in contract.gradient.items() if contract.after.get(a, Replicate()) == Replicate()}
+    layouts.check(contract.after, shape, f"{where}: after", pending)
+    layouts.check(contract.gradient, shape, f"{where}: gradient")
+    return contract
+
+
+# Values
+
+
+def _get(values: Any, key: str, kind: type, where: str) -> Any:
+    """A value of a mapping, of a kind."""
+    if not isinstance(values, Mapping):
+        raise PlanError(f"{where}: found {_short(values)}, write a mapping")
+    if key not in values:
+        raise PlanError(f"{where or 'a plan'} needs the key {key!r}, which is missing")
+    if not _is(values[key], kind):
+        raise PlanError(f"{_below(where, key)}: found {_short(values[key])}, write {_KINDS[kind]}")
+    return values[key]
+
+
+def _entries(values: Mapping[str, Any], key: str, kind: type) -> Iterable[tuple[str, Any]]:
+    """The entries of a mapping from text to values of a kind."""
+    entries = _get(values, key, Mapping, "")
+    for name, value in entries.items():
+        if not isinstance(name, str) or not _is(value, kind):
+            raise PlanError(f"{key}: found {_short(name)}: {_short(value)}, write text and {_KINDS[kind]}")
+    return entries.items()
+
+
+def _list_of(kind: type, what: str, allowed: Callable[[Any], bool] = lambda value: True) -> Callable[..., tuple]:
+    def read(values: Any, key: str, where: str) -> tuple:
+        found = _get(values, key, list, where)
+        if not all(_is(each, kind) and allowed(each) for each in found):
+            raise PlanError(f"{_below(where, key)}: found {_short(found)}, write a list of {what}")
+        return tuple(found)
+
+    return read
+
+
+_texts = _list_of(str, "text")
+_numbers = _list_of(int, "whole numbers from 0 up", lambda value: value >= 0)
+
+
+def _axes(values: Any, key: str, where: str, mesh: DeviceMesh) -> tuple[str, ...]:
+    axes = _texts(values, key, where)
+    if strange := [axis for axis in axes if axis not in mesh.names]:
+        raise PlanError(f"{_below(where, key)}: the mesh {mesh} has no axis {_short(strange[0])}")
+    return axes
+
+
+def _placements(values: Any, key: str, where: str) -> dict[str, Placement]:
+    found = _get(values, key, Mapping, where)
+    try:
+        return {axis: _parsed(text) if isinstance(text, str) else parse_placement(text) for axis, text in found.items()}
+    except (LayoutError, ValueError) as error:  # Python refuses numbers of thousands of digits
+        raise PlanError(f"{_below(where, key)}: {error}") from error
+
+
+_parsed = lru_cache(maxsize=4096)(parse_placement)
+
+
+def _one_of(values: Any, key: str, known: Iterable[str], where: str) -> str:
+    value = _get(values, key, str, where)
+    if value not in known:
+        raise PlanError(f"{_below(where, key)}: found {_short(value)}, write one of {', '.join(map(repr, known))}")
+    return value
+
+
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+_KINDS = {int: "a whole number", str: "text", bool: "true or false", list: "a list", Mapping: "a mapping"}
+
+
+def _below(where: str, key: str) -> str:
+    return f"{where}: {key}" if where else key
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        return "a huge number"
+    return text if len(text) <= 80 else text[:77] + "..."
