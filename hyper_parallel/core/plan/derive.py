@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Iterable, Mapping
 
 from hyper_parallel.core.errors import PlanError
@@ -17,10 +17,11 @@ from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint import lint
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
 from hyper_parallel.core.plan.overrides import Overrides
-from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, place
+from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, place, settled
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.plan.roles import all_names, assign_roles
-from hyper_parallel.core.plan.templates import Member, Streams, boundaries
+from hyper_parallel.core.plan.templates import Member, Streams, boundaries, scopes
+from hyper_parallel.core.plan.whole import first_parameters, settle_whole, whole_places, with_whole
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,16 @@ def derive(
 ) -> ShardingPlan:
     """Plan a model on a mesh.
 
-    Where only `replicate` and `shard` are active nothing has to be known of a parameter but its shape; every other axis
-    needs its role.
+    Where only `replicate` and `shard` are active nothing has to be known of a parameter but its shape, and overrides
+    have nothing to decide; every other axis needs its role.
 
     Raises:
         PlanError: every violation, with what to write into the override file.
     """
-    if not overrides and set(active(mesh)) <= set(DATA_PARALLEL):
+    checked = Overrides.read(overrides, model, mesh)
+    if set(active(mesh)) <= set(DATA_PARALLEL):
         return plan_fully_sharded(model, mesh)
-    draft = make_draft(model, mesh, Overrides.read(overrides, model, mesh))
+    draft = make_draft(model, mesh, checked)
     violations = lint(draft)
     if violations:
         raise PlanError("\n".join([f"{model.class_name} can't be planned on {mesh}:", *map(str, violations)]))
@@ -64,19 +66,27 @@ def derive(
 
 def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) -> Draft:
     """Passes 1 to 5."""
-    roles = overrides.roles(assign_roles(model))
+    roles = assign_roles(model, overrides.roles)
     groups = group(model, roles)
-    kinds = boundary_types(groups, roles)
+    kinds = overrides.boundary_types(boundary_types(groups, roles))
     described = {each.name: each for each in all_names(model)}
     experts = _expert_counts(groups, roles)
     members = {}
     for each in groups:
         for name in each.parameters:
             around = Surroundings(mesh, overrides.sequence_parallel, experts.get(each.module))
-            placed = overrides.placed(name, place(described[name], roles.assignments[name], around))
+            placed = place(described[name], roles.assignments[name], around, overrides.placements(name))
             members[name] = Member(described[name], roles.assignments[name], placed)
+    scope_of = scopes(groups, kinds, members)
+    for each in groups:
+        for name in each.parameters:
+            placed, assignment = members[name].placed, roles.assignments[name]
+            members[name] = replace(members[name], placed=settled(placed, assignment, scope_of[each.module].cut))
     streams = Streams(mesh, overrides.sequence_parallel, hidden_size(described.values(), roles))
-    plans = overrides.boundaries(boundaries(groups, kinds, members, streams))
+    places = whole_places(model, roles, kinds)
+    settle_whole(members, places, scope_of, streams)
+    plans = with_whole(boundaries(groups, kinds, members, streams), places.values(), streams, first_parameters(described))
+    plans = overrides.boundaries(plans, streams)
     return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans))
 
 

@@ -16,7 +16,7 @@ from math import prod
 from typing import Iterator, Mapping
 
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Placement, RaggedShard, Shard, StridedShard
+from hyper_parallel.core.placement import Placement, RaggedShard, Replicate, Shard, StridedShard
 from hyper_parallel.core.plan.assignment import Assignment
 from hyper_parallel.core.plan.contracts import active
 from hyper_parallel.core.plan.model import ParameterDescription
@@ -25,7 +25,7 @@ from hyper_parallel.core.plan.role_rules import ROLES
 DATA_PARALLEL = ("replicate", "shard")
 """Axes whose placements are never set by hand: fully sharded data parallelism decides them."""
 
-_STREAM = ("norm", "embedding", "projection", "adapter")
+_STREAM = ("norm", "projection")
 """Families that work on the stream, whose sequence is cut over `tensor` with sequence parallelism."""
 
 
@@ -62,10 +62,22 @@ class Surroundings:
     experts: int | None = None
 
 
-def place(parameter: ParameterDescription, assignment: Assignment, around: Surroundings) -> Placed:
-    """Place a parameter on every active axis."""
-    placed = _on_tensor(parameter, assignment, around) if around.mesh.axis_size("tensor") > 1 else Placed()
-    placed = _on_expert(parameter, assignment, placed, around)
+def place(
+    parameter: ParameterDescription,
+    assignment: Assignment,
+    around: Surroundings,
+    given: Mapping[str, Placement] | None = None,
+) -> Placed:
+    """Place a parameter on every active axis. `given` are placements that a user decides, on axes but those of
+    `DATA_PARALLEL`; `pending` is that of a parameter whose boundary is cut."""
+    given = given or {}
+    placed = Placed()
+    if around.mesh.axis_size("tensor") > 1 and "tensor" not in given:
+        placed = _on_tensor(parameter, assignment, around)
+    if "expert" not in given:
+        placed = _on_expert(parameter, assignment, placed, around)
+    chosen = {axis: each for axis, each in given.items() if around.mesh.axis_size(axis) > 1 and each != Replicate()}
+    placed = replace(placed, placements={**placed.placements, **chosen})
     placed = replace(placed, placements=with_shard(parameter, placed.placements, around.mesh))
     return replace(placed, pending=_pending(assignment, placed, around))
 
@@ -175,7 +187,7 @@ def _pending(assignment: Assignment, placed: Placed, around: Surroundings) -> tu
     axes = []
     for axis in active(around.mesh):
         if axis == "expert":
-            pending = assignment.expert_dim is None and assignment.expert is None
+            pending = "expert" not in placed.placements
         elif axis == "tensor":
             whole = "tensor" not in placed.placements
             after_reduction = kind.tensor == "input" and whole
@@ -188,6 +200,14 @@ def _pending(assignment: Assignment, placed: Placed, around: Surroundings) -> tu
         if pending:
             axes.append(axis)
     return tuple(axes)
+
+
+def settled(placed: Placed, assignment: Assignment, cut: bool) -> Placed:
+    """The same in a boundary where `tensor` cuts something, or nothing: there every rank computes all of every gradient,
+    unless it sees other tokens."""
+    if cut or ROLES[assignment.role].boundary in _STREAM:
+        return placed
+    return replace(placed, pending=tuple(axis for axis in placed.pending if axis != "tensor"))
 
 
 def _inside(kind) -> bool:

@@ -50,7 +50,11 @@ def assign_roles(model: ModelDescription, given: Mapping[str, tuple[str, str]] |
             assigned[parameter.name] = outcome
         else:
             unknown[parameter.name] = outcome
-    known = [(name, each, assigned[each.name]) for name, each in zip(names, parameters) if each.name in assigned]
+    known = [
+        (name, each, assigned[each.name])
+        for name, each in zip(names, parameters)
+        if each.name in assigned and not name.adapter
+    ]
     for name, reason in disagreements(known):
         unknown.setdefault(name, []).append(reason)
         assigned.pop(name, None)

@@ -82,24 +82,63 @@ class Streams:
         return on_tensor(self.outside, Partial())
 
     def contract(
-        self, name: str, before: ByAxis, after: ByAxis, size: int = 0, pending: bool = False, dims: int = 3
+        self,
+        name: str,
+        before: ByAxis,
+        after: ByAxis,
+        size: int = 0,
+        pending: bool = False,
+        dims: int = 3,
+        inner: bool = False,
     ) -> Contract:
-        """One tensor; `size` is the hidden size where not given."""
-        return Contract(name, dims, size or self.hidden, before, after, gradient_of(after, pending))
+        """One tensor; `size` is the hidden size where not given. With `inner` a pending gradient stays so: the boundary
+        around this one sums it up."""
+        gradient_before = gradient_of(before, pending) if inner and pending else None
+        return Contract(name, dims, size or self.hidden, before, after, gradient_of(after, pending), gradient_before)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a group acts in: the `block` around experts, their router and shared experts ("" where it is in none), and
+    whether `tensor` cuts anything in there; outside of blocks, anything of the group, or of the attention around it."""
+
+    block: str
+    cut: bool
+
+
+def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member]) -> dict[str, Scope]:
+    """The scope of each group's module."""
+    cut = {group.module: any(members[name].is_cut for name in group.parameters) for group in groups}
+    block_of: dict[str, str] = {}
+    for block in _expert_blocks(groups, kinds):
+        inside = [module for module in cut if _is_below(module, block)]
+        block_of |= {module: block for module in inside if module not in block_of}
+    found = {}
+    for module, own in cut.items():
+        block = block_of.get(module, "")
+        if block:
+            own = any(cut[each] for each, other in block_of.items() if other == block)
+        elif kinds[module] == "wide_norm":
+            around = (each for each in _above(module) if kinds.get(each) == "attention")
+            own = any(cut[each] for each in around)
+        found[module] = Scope(block, own)
+    return found
 
 
 def boundaries(
     groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member], streams: Streams
 ) -> list[BoundaryPlan]:
     """The contracts of every group, and of the blocks around experts, in the order of the model."""
-    blocks = _expert_blocks(groups, kinds)
+    scope_of = scopes(groups, kinds, members)
     plans: list[BoundaryPlan] = []
+    begun: set[str] = set()
     for group in groups:
-        block = next((each for each in blocks if _is_below(group.module, each)), None)
-        if block is not None and not any(plan.module == block for plan in plans):
-            plans.append(_expert_block(block, streams))
+        scope = scope_of[group.module]
+        if scope.block and scope.block not in begun:
+            begun.add(scope.block)
+            plans.append(_expert_block(scope, streams))
         own = [members[name] for name in group.parameters]
-        plans.extend(_TEMPLATES[kinds[group.module]](group, own, streams, block is not None))
+        plans.extend(_TEMPLATES[kinds[group.module]](group, own, streams, scope))
     return plans
 
 
@@ -110,37 +149,44 @@ def _expert_blocks(groups: Sequence[Group], kinds: Mapping[str, str]) -> list[st
     return [parent for parent in parents if parent and any(_is_below(router, parent) for router in routers)]
 
 
+def _above(module: str) -> Iterator[str]:
+    while module:
+        module = module.rpartition(".")[0]
+        yield module
+
+
 def _is_below(module: str, other: str) -> bool:
     return module.startswith(f"{other}.")
 
 
-def _expert_block(module: str, streams: Streams) -> BoundaryPlan:
+def _expert_block(scope: Scope, streams: Streams) -> BoundaryPlan:
     """Router, experts and shared experts read the same tokens and add to one sum."""
+    made = streams.pending if scope.cut else streams.inside
     return BoundaryPlan(
-        module,
+        scope.block,
         "moe",
-        (streams.contract("hidden", streams.outside, streams.inside, pending=True),),
-        (streams.contract("hidden", streams.pending, streams.outside),),
+        (streams.contract("hidden", streams.outside, streams.inside, pending=scope.cut),),
+        (streams.contract("hidden", made, streams.outside),),
     )
 
 
-def _linear(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     """Attention and feed-forward layers: what cuts outputs reads hidden states, what cuts inputs writes them."""
     kind = "attention" if any(ROLES[m.assignment.role].boundary == "attention" for m in own) else "mlp"
     readers = [m for m in own if m.tensor in ("output", "heads", "whole") and m.assignment.input_dim is not None]
     writers = [m for m in own if m.tensor == "input" and m.assignment.input_dim is not None]
     cut = any(m.is_cut for m in own)
-    outside = streams.inside if in_block else streams.outside
+    outside = streams.inside if scope.block else streams.outside
     inputs, outputs = [], []
     if readers:
-        inputs.append(streams.contract("hidden", outside, streams.inside, pending=cut))
+        inputs.append(streams.contract("hidden", outside, streams.inside, pending=cut, inner=bool(scope.block)))
     else:
         width = writers[0].width(writers[0].assignment.input_dim)
         lies = streams.features if cut else streams.inside
         inputs.append(streams.contract("features", lies, lies, width))
     if writers:
         made = streams.pending if any(m.is_cut for m in writers) else streams.inside
-        handed = streams.pending if in_block and cut else outside
+        handed = streams.pending if scope.block and cut else outside
         outputs.append(streams.contract("hidden", made, handed))
     else:
         width = readers[0].width(readers[0].assignment.output_dim)
@@ -159,7 +205,7 @@ def _gathered(own: Sequence[Member], writers: Sequence[Member], streams: Streams
             continue
         module = member.description.name.rpartition(".")[0]
         width = member.width(member.assignment.output_dim)
-        hidden = streams.contract("hidden", streams.inside, streams.inside, pending=True)
+        hidden = streams.contract("hidden", streams.inside, streams.inside, pending=True, inner=True)
         whole = streams.contract("features", streams.features, streams.inside, width)
         yield BoundaryPlan(module, "projection", (hidden,), (whole,))
         for writer in writers:
@@ -170,22 +216,22 @@ def _gathered(own: Sequence[Member], writers: Sequence[Member], streams: Streams
             yield BoundaryPlan(writer.description.name.rpartition(".")[0], "projection", (features,), (summand,))
 
 
-def _wide_norm(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+def _wide_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     """A norm over all heads needs them all; attention goes on with its own."""
     width = own[0].description.shape[0]
-    if "tensor" not in active(streams.mesh):
-        yield _local(group, "norm", streams.outside, streams, "heads", width)
+    if not scope.cut:
+        yield _local(group, "norm", streams.inside, streams, "heads", width)
         return
     inputs = streams.contract("heads", streams.features, streams.inside, width)
     outputs = streams.contract("heads", streams.inside, streams.features, width)
     yield BoundaryPlan(group.module, "norm", (inputs,), (outputs,))
 
 
-def _norm(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
-    yield _local(group, "norm", streams.inside if in_block else streams.outside, streams)
+def _norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
+    yield _local(group, "norm", streams.inside if scope.block else streams.outside, streams)
 
 
-def _projection(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+def _projection(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     yield _local(group, "projection", streams.outside, streams)
 
 
@@ -196,13 +242,13 @@ def _local(
     return BoundaryPlan(group.module, kind, (contract,), (contract,))
 
 
-def _embedding(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+def _embedding(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     tokens = streams.contract("tokens", streams.inside, streams.inside, size=1, dims=2)
     made = streams.pending if any(m.is_cut for m in own) else streams.inside
     yield BoundaryPlan(group.module, "embedding", (tokens,), (streams.contract("hidden", made, streams.outside),))
 
 
-def _head(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+def _head(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     cut = any(m.is_cut for m in own)
     hidden = streams.contract("hidden", streams.outside, streams.inside, pending=cut)
     lies = streams.features if cut else streams.inside
@@ -211,26 +257,27 @@ def _head(group: Group, own: list[Member], streams: Streams, in_block: bool) -> 
     yield BoundaryPlan(group.module, "head", (hidden,), (logits,), note=note)
 
 
-def _router(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
-    hidden = streams.contract("hidden", streams.inside, streams.inside, pending=True)
+def _router(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
+    hidden = streams.contract("hidden", streams.inside, streams.inside, pending=scope.cut, inner=True)
     width = max((m.width(m.assignment.output_dim) for m in own), default=1)
-    scores = streams.contract("scores", streams.inside, streams.inside, max(width, 1), pending=True)
+    size = max(width, 1)
+    scores = streams.contract("scores", streams.inside, streams.inside, size, pending=scope.cut, inner=True)
     yield BoundaryPlan(group.module, "router", (hidden,), (scores,))
 
 
-def _experts(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+def _experts(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     cut = any(m.is_cut for m in own)
-    outside = streams.inside if in_block else streams.outside
-    hidden = streams.contract("hidden", outside, streams.inside, pending=cut)
+    outside = streams.inside if scope.block else streams.outside
+    hidden = streams.contract("hidden", outside, streams.inside, pending=cut, inner=bool(scope.block))
     made = streams.pending if cut else streams.inside
-    handed = made if in_block else streams.outside
-    dispatched = "expert" in active(streams.mesh)
+    handed = made if scope.block else streams.outside
+    dispatched = any("expert" in m.placed.placements for m in own)
     note = "tokens travel to their experts over expert" if dispatched else ""
     result = streams.contract("hidden", made, handed)
     yield BoundaryPlan(group.module, "experts", (hidden,), (result,), "opaque" if dispatched else "checked", note)
 
 
-def _inside_other(group: Group, own: list[Member], streams: Streams, in_block: bool) -> Iterator[BoundaryPlan]:
+def _inside_other(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     """Adapters and parameters kept whole act inside of another boundary, or on whole hidden states."""
     return iter(())
 
