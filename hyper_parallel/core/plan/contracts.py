@@ -26,7 +26,9 @@ class Contract:
     """One tensor that crosses a boundary.
 
     `before` is how it lies outside of a module that takes it in, or as the module leaves it behind; `after` is how the
-    module wants it, or how it is handed on. `gradient` is how the gradient of `after` lies. `size` is the last dim.
+    module wants it, or how it is handed on. `gradient` is how the gradient of `after` lies, and `gradient_before` that of
+    `before`, where it is not the usual one: inside of a block whose own boundary sums it up, it goes on as a pending sum.
+    `size` is the last dim.
     """
 
     name: str
@@ -35,35 +37,42 @@ class Contract:
     before: ByAxis
     after: ByAxis
     gradient: ByAxis
+    gradient_before: ByAxis | None = None
 
     def transition(self, mesh: DeviceMesh, sequences: int, length: int, topology: Topology | None = None) -> Transition:
         """From `before` to `after` for a global batch of `sequences` of `length` tokens."""
         shape = (sequences, length, self.size)[: self.dims]
-        before = Layout(mesh, dict(self.before), shape)
-        pending = {
-            axis: each for axis, each in self.gradient.items() if self.after.get(axis, Replicate()) == Replicate()
-        }
-        return lower(before, Layout(mesh, dict(self.after), shape, gradient=pending), topology)
+        before = Layout(mesh, dict(self.before), shape, gradient=_on_copies(self.before, self.gradient_before or {}))
+        after = Layout(mesh, dict(self.after), shape, gradient=_on_copies(self.after, self.gradient))
+        return lower(before, after, topology)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only."""
         sides = {"before": self.before, "after": self.after, "gradient": self.gradient}
+        if self.gradient_before is not None:
+            sides["gradient_before"] = self.gradient_before
         texts = {side: {axis: str(each) for axis, each in placements.items()} for side, placements in sides.items()}
         return {"name": self.name, "dims": self.dims, "size": self.size, **texts}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Contract:
         """Read back what `to_dict` gave; raises KeyError, TypeError, AttributeError or LayoutError."""
-        sides = (
-            {axis: parse_placement(text) for axis, text in values[side].items()}
-            for side in ("before", "after", "gradient")
-        )
-        return cls(values["name"], values["dims"], values["size"], *sides)
+        sides = {
+            side: {axis: parse_placement(text) for axis, text in values[side].items()}
+            for side in ("before", "after", "gradient", "gradient_before")
+            if side != "gradient_before" or side in values
+        }
+        return cls(values["name"], values["dims"], values["size"], **sides)
+
+    @property
+    def source_gradient(self) -> ByAxis:
+        """How the gradient of `before` lies."""
+        return gradient_of(self.before, pending=False) if self.gradient_before is None else self.gradient_before
 
     @property
     def is_trivial(self) -> bool:
-        """Nothing has to be done."""
-        return dict(self.before) == dict(self.after)
+        """Nothing has to be done, neither to the tensor nor to its gradient."""
+        return dict(self.before) == dict(self.after) and dict(self.source_gradient) == dict(self.gradient)
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,11 @@ class BoundaryPlan:
         """Read back what `to_dict` gave; see `Contract.from_dict` for errors."""
         inputs, outputs = (tuple(map(Contract.from_dict, values[side])) for side in ("inputs", "outputs"))
         return cls(module, values["kind"], inputs, outputs, values["region"], values["note"])
+
+
+def _on_copies(placements: ByAxis, gradient: ByAxis) -> dict[str, Placement]:
+    """Of the gradient's placements those on axes where the tensor is replicated: only these are a choice."""
+    return {axis: each for axis, each in gradient.items() if placements.get(axis, Replicate()) == Replicate()}
 
 
 def active(mesh: DeviceMesh) -> tuple[str, ...]:
