@@ -267,6 +267,14 @@ def test_a_gather_across_supernodes_brings_every_element_once_to_each():
     assert lower(source, target, topology).bytes(1)[SLOW] == needed
 
 
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_what_stays_pending_is_left_alone_and_so_is_its_gradient(op):
+    layout = Layout(DeviceMesh((2, 2), ("shard", "tensor")), [Replicate(), Partial(op)], (8,))
+    transition = lower(layout, layout.with_placements([Shard(0), Partial(op)]))
+    assert (kinds(transition.steps), kinds(transition.gradient_steps)) == (["slice"], ["all_gather"])
+    assert transition.gradient_steps[0].axes == ("shard",)
+
+
 def test_two_axes_change_one_dim_in_one_exchange():
     mesh = DeviceMesh((2, 2), ("shard", "tensor"))
     transition = lower(*layouts_of(mesh, (8,), "strided_shard(0, 2); shard(0)", "shard(0); shard(0)"))
