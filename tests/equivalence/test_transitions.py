@@ -88,7 +88,7 @@ def both(pool) -> Callable[..., dict[str, list]]:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_random_transitions_and_their_gradients(both, ranks):
-    cases = draw_cases(250, ranks, seed=ranks)
+    cases = draw_cases(300, ranks, seed=ranks)
     found = {name: by_case(results) for name, results in both(ranks, bodies.forward_and_backward, cases).items()}
     for number, case in enumerate(cases):
         of_torch, of_mindspore = (found[name][number] for name in BACKENDS)
