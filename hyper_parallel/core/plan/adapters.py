@@ -19,7 +19,8 @@ def assign_adapter(
     """The role of one part of an adapter around `linear`; `inner` holds the shapes of the factors that read inputs.
 
     A linear cut along its outputs cuts the factor that writes, and one cut along its inputs the factor that reads; the
-    other factor is whole (`adapter`). Raises `Contradiction` where that can't be said.
+    other factor is whole (`adapter`). Around a linear that is whole, so are both, in its role. Raises `Contradiction`
+    where that can't be said.
     """
     around = ".".join(name.path) or "the model"
     if name.adapter not in ("in", "out", "magnitude") or name.leaf == "bias":
@@ -35,13 +36,14 @@ def assign_adapter(
         return _magnitude(parameter, role, out)
     rank = _rank(name, inner, into)
     words = f"adapter of rank {rank} around {base.name} ({role.role})"
+    how = ROLES[role.role].tensor
     if name.adapter == "in":
         ranks, features = _dims(parameter, rank, into)
-        if ROLES[role.role].tensor == "input":
+        if how in ("input", "whole"):
             return Assignment(parameter.name, role.role, words, ranks, features, expert=role.expert, heads=role.heads)
         return Assignment(parameter.name, "adapter", words, ranks, features, expert=role.expert)
     ranks, features = _dims(parameter, rank, out)
-    if ROLES[role.role].tensor in ("input", "whole"):
+    if how == "input":
         return Assignment(parameter.name, "adapter", words, features, ranks, expert=role.expert)
     return Assignment(
         parameter.name,
@@ -67,8 +69,6 @@ def _magnitude(parameter: ParameterDescription, role: Assignment, out: int) -> A
     if parameter.shape != (out,):
         raise Contradiction(f"{parameter.name} has the shape {list(parameter.shape)}, expected [{out}], one a row")
     words = f"magnitudes of the rows of a {role.role}"
-    if ROLES[role.role].tensor == "whole":
-        return Assignment(parameter.name, "adapter", words, 0, expert=role.expert)
     return Assignment(
         parameter.name,
         role.role,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Callable, Iterable
+from functools import lru_cache
+from typing import Any, Callable, Iterable, NamedTuple
 
 from hyper_parallel.core.plan.architectures import FUSED_ATTENTION, FUSED_GATES, PACKED_EXPERTS, FusedAttention
 from hyper_parallel.core.plan.model import ParameterDescription
@@ -15,8 +15,7 @@ from hyper_parallel.core.plan.sizes import Contradiction, Path, Size, Sizes
 ROUTER_CLASSES = ("*Router", "*Gate")
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A rule and the parameter that it matched.
 
     `anchor` is the logical path of the first module that the pattern names, `owner` the class of the parameter's own
@@ -51,11 +50,23 @@ def linear(match: Match) -> Fields:
         fields["heads"] = heads.key
     elif match.rule.role == "attention_output" and fields.get("input_dim") is not None:
         fields["heads"] = heads.query
+    _whole_heads(match, fields)
     if match.rule.role == "head":
         fields["vocab_dim"] = fields["output_dim"]
     if "#" in match.rule.pattern and match.rule.role.startswith("expert"):
         fields["expert"] = int(match.name.path[-2])
     return fields
+
+
+def _whole_heads(match: Match, fields: Fields) -> None:
+    """Even where nothing tells the size of a head, heads must divide what runs over them."""
+    dim = fields.get("input_dim") if match.rule.role == "attention_output" else fields["output_dim"]
+    heads = fields.get("heads")
+    if heads and dim is not None and match.shape[dim] % heads:
+        raise Contradiction(
+            f"dim {dim} of {match.parameter.name} {list(match.shape)} is {match.shape[dim]}, no multiple of {heads} "
+            "heads"
+        )
 
 
 def lookup(match: Match) -> Fields:
@@ -331,7 +342,8 @@ def _half(match: Match, dim: int) -> int:
     return match.shape[dim] // 2
 
 
-def matches(class_name: str, patterns: Iterable[str]) -> bool:
+@lru_cache(maxsize=4096)
+def matches(class_name: str, patterns: tuple[str, ...]) -> bool:
     """Tell whether a class name is of one of the kinds."""
     return any(fnmatchcase(class_name, pattern) for pattern in patterns)
 

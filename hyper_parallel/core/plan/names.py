@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hyper_parallel.core.plan.role_rules import ADAPTERS, LEAVES, NAMED_WRAPPERS, WRAPPERS
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """A parameter's name, taken apart.
 
     `path` are the segments of its module and `leaf` its own name, both as if nothing were wrapped: the weight of
@@ -34,9 +33,14 @@ class Name:
         return self.module(depth) if self.adapter else ".".join(self.raw[:-1])
 
 
+_SPECIAL = WRAPPERS | NAMED_WRAPPERS | ADAPTERS.keys()
+
+
 def parse(name: str) -> Name:
     """Take a parameter's qualified name apart."""
     raw = tuple(name.split("."))
+    if _SPECIAL.isdisjoint(raw):
+        return Name(raw, raw[:-1], tuple(range(len(raw) - 1)), LEAVES.get(raw[-1], raw[-1]))
     path: list[str] = []
     ends: list[int] = []
     skip = False

@@ -182,6 +182,12 @@ def test_keys_that_the_configuration_counts_otherwise_are_refused():
     assert "model.layers.1.self_attn.k_proj.weight" in assign_roles(model).assignments
 
 
+def test_features_that_heads_do_not_divide_are_refused():
+    config = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 32}
+    model = replace(stored("llama"), config=config)
+    assert "is 32, no multiple of 3 heads" in why_not(model, "model.layers.0.self_attn.q_proj.weight")
+
+
 def test_attention_to_something_else_is_refused():
     model = by_hand(
         {"layers.0.encoder_attn.q_proj.weight": ((32, 32), "Linear")}, {"layers.0.encoder_attn": "Attention"}
@@ -358,7 +364,7 @@ FACTORS = ("lora_A.default.weight", "lora_B.default.weight")
             ((2, 32), (64, 2)),
             (Truth("adapter", 0, 1), Truth("qkv", 0, 1, (32, 16, 16), 4)),
         ),
-        ("deepseek_v3", "self_attn.q_a_proj", ((2, 32), (16, 2)), (Truth("adapter", 0, 1), Truth("adapter", 0, 1))),
+        ("deepseek_v3", "self_attn.q_a_proj", ((2, 32), (16, 2)), (Truth("latent", 0, 1), Truth("latent", 0, 1))),
     ],
 )
 def test_the_factors_of_an_adapter_follow_their_linear(name, linear, shapes, expected):
