@@ -6,7 +6,13 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Callable, Iterable, NamedTuple
 
-from hyper_parallel.core.plan.architectures import FUSED_ATTENTION, FUSED_GATES, PACKED_EXPERTS, FusedAttention
+from hyper_parallel.core.plan.architectures import (
+    FUSED_ATTENTION,
+    FUSED_GATES,
+    PACKED_EXPERTS,
+    FusedAttention,
+    PackedExperts,
+)
 from hyper_parallel.core.plan.model import ParameterDescription
 from hyper_parallel.core.plan.names import Name
 from hyper_parallel.core.plan.role_rules import LINEAR_CLASSES, TRANSPOSED_CLASSES, Rule
@@ -191,37 +197,42 @@ def fused_gate(match: Match) -> Fields:
 def packed(match: Match) -> Fields:
     """All experts in one tensor of three dims, laid out as the class is known to do."""
     _dimensions(match, 3)
-    known = next((each for each in PACKED_EXPERTS if match.owner in each.classes), None)
-    if known is None:
-        raise Contradiction(
-            f"experts in one tensor, and only the code of {match.owner} tells which dim is which; known: "
-            f"{_listing(name for each in PACKED_EXPERTS for name in each.classes)}"
-        )
+    known = _packed_entry(match)
     output, input = (2, 1) if known.transposed else (1, 2)
-    inward = match.rule.role != "expert_down"
-    _expect(match, input if inward else output, match.sizes.hidden)
+    _expect(match, output if match.rule.role == "expert_down" else input, match.sizes.hidden)
     order = "[experts, in, out]" if known.transposed else "[experts, out, in]"
     fields: Fields = {"output_dim": output, "input_dim": input, "expert_dim": 0, "why": f"{match.owner} keeps {order}"}
-    return fields | _packed_gate(match, output, known.interleaved)
+    return _with_gate(match, fields, known)
 
 
 def packed_bias(match: Match) -> Fields:
     """Biases of all experts, [experts, out]."""
     _dimensions(match, 2)
-    known = next((each for each in PACKED_EXPERTS if match.owner in each.classes), None)
-    if known is None:
-        raise Contradiction(f"biases of packed experts in {match.owner}, whose order of features is not known")
+    known = _packed_entry(match)
     if match.rule.role == "expert_down":
         _expect(match, 1, match.sizes.hidden)
     fields: Fields = {"output_dim": 1, "expert_dim": 0, "why": f"{match.owner} keeps [experts, out]"}
-    return fields | _packed_gate(match, 1, known.interleaved)
+    return _with_gate(match, fields, known)
 
 
-def _packed_gate(match: Match, output: int, interleaved: int) -> Fields:
+def _packed_entry(match: Match) -> PackedExperts:
+    for each in PACKED_EXPERTS:
+        if match.owner in each.classes:
+            return each
+    raise Contradiction(
+        f"experts in one tensor, and only the code of {match.owner} tells which dim is which; known: "
+        f"{_listing(name for each in PACKED_EXPERTS for name in each.classes)}"
+    )
+
+
+def _with_gate(match: Match, fields: Fields, known: PackedExperts) -> Fields:
+    """The same, and how gates and ups lie along the outputs where there are both."""
     if match.rule.role != "expert_gate_up":
-        return {}
-    half = _half(match, output)
-    return {"interleaved": interleaved} if interleaved > 1 else {"packing": (half, half)}
+        return fields
+    half = _half(match, fields["output_dim"])
+    if known.interleaved > 1:
+        return fields | {"interleaved": known.interleaved, "why": f"{fields['why']}, gate and up one by one"}
+    return fields | {"packing": (half, half), "why": f"{fields['why']}, gates before ups"}
 
 
 def router(match: Match) -> Fields:

@@ -122,7 +122,8 @@ class _Rules:
             )
             failed = next((guard for guard in rule.where if not self._guard(guard, match)), None)
             matched = ".".join(
-                own if isinstance(each, frozenset) else each for own, each in zip(segments[start:], pattern)
+                own if isinstance(each, frozenset) or each == "*" else each
+                for own, each in zip(segments[start:], pattern)
             )
             if failed:
                 if rule.pattern[0] != "*":
