@@ -123,7 +123,8 @@ def key_norm(match: Match) -> Fields:
 
 def _norm_of_heads(match: Match, count: int | None, projection: str) -> Fields:
     shape, each = match.shape, match.sizes.heads(match.anchor).query_size
-    width = count * each if count and each else match.sizes.extent(match.anchor + (projection,), 0)
+    rows = match.sizes.extent(match.anchor + (projection,), 0)
+    width = rows or (count * each if count and each else 0)
     if each and shape == (each,):
         return {"role": "head_norm", "why": f"one head has {each} features"}
     if width and shape == (width,):

@@ -175,6 +175,11 @@ def test_norms_of_queries_and_keys_are_told_by_their_shape():
     assert "expected [8] (one head), [32] (all heads) or [4, 8] (each head)" in why_not(model, "h.0.attn.q_norm.weight")
 
 
+def test_a_norm_as_wide_as_all_heads_must_be_as_wide_as_its_projection():
+    model = attention({"q_proj.weight": ((64, 32), "Linear"), "q_norm.weight": ((32,), "RMSNorm")}, "Attention")
+    assert "expected [8] (one head), [64] (all heads)" in why_not(model, "h.0.attn.q_norm.weight")
+
+
 def test_keys_that_the_configuration_counts_otherwise_are_refused():
     model = with_shape(stored("llama"), r".*0\.self_attn\.k_proj\.weight", (32, 32))
     assert "is 32, expected 16: 2 heads of 8" in why_not(model, "model.layers.0.self_attn.k_proj.weight")
