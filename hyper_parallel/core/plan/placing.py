@@ -86,13 +86,10 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
     how, ranks = ROLES[assignment.role].tensor, around.mesh.axis_size("tensor")
     dim = {"vocabulary": assignment.vocab_dim, "input": assignment.input_dim}.get(how, assignment.output_dim)
     if how == "whole" or dim is None:
-        once = (
-            ("its bias is added once, after the reduction",) if how == "input" and assignment.input_dim is None else ()
-        )
-        return Placed(notes=once)
+        return Placed(notes=_notes_on_bias(assignment, ranks) if how == "input" else ())
     size = parameter.shape[dim]
     problems = tuple(_tensor_problems(parameter, assignment, size, ranks))
-    if assignment.role in ("key", "value") and assignment.heads and assignment.heads < ranks and not problems:
+    if assignment.role in ("key", "value") and has_few_heads(assignment, around.mesh) and not problems:
         return Placed(notes=(f"{assignment.heads} key/value heads for {ranks} tensor ranks: kept whole",))
     if how in ("output", "heads") and len(assignment.packing) > 1:
         if len(set(assignment.packing)) == 1:
@@ -102,6 +99,15 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
         return Placed({"tensor": Shard(dim)}, gathers=True, notes=(note,), problems=problems)
     uneven = (f"{size} over {ranks} tensor ranks: uneven",) if size % ranks else ()
     return Placed({"tensor": Shard(dim)}, notes=uneven, problems=problems)
+
+
+def _notes_on_bias(assignment: Assignment, ranks: int) -> tuple[str, ...]:
+    """Of a bias behind a weight that is cut along its inputs. Experts weigh their outputs before these are summed up."""
+    if assignment.input_dim is not None:
+        return ()
+    if ROLES[assignment.role].boundary == "experts":
+        return (f"each of the {ranks} tensor ranks adds 1/{ranks} of it to the sum",)
+    return ("its bias is added once, after the reduction",)
 
 
 def _tensor_problems(
@@ -183,18 +189,12 @@ def _dim(placement: Placement) -> int | None:
 
 def _pending(assignment: Assignment, placed: Placed, around: Surroundings) -> tuple[str, ...]:
     """Every axis whose ranks see other tokens, or other parts of what follows, than this one."""
-    kind = ROLES[assignment.role]
     axes = []
     for axis in active(around.mesh):
         if axis == "expert":
             pending = "expert" not in placed.placements
         elif axis == "tensor":
-            whole = "tensor" not in placed.placements
-            after_reduction = kind.tensor == "input" and whole
-            on_stream = kind.boundary in _STREAM or after_reduction
-            pending = whole and (
-                around.sequence_parallel if on_stream else kind.boundary != "wide_norm" and _inside(kind)
-            )
+            pending = "tensor" not in placed.placements and _computes_part(assignment, around)
         else:
             pending = axis in (*DATA_PARALLEL, "context")
         if pending:
@@ -210,6 +210,18 @@ def settled(placed: Placed, assignment: Assignment, cut: bool) -> Placed:
     return replace(placed, pending=tuple(axis for axis in placed.pending if axis != "tensor"))
 
 
-def _inside(kind) -> bool:
-    """A whole parameter between cut ones: each rank computes a part of its gradient."""
-    return kind.pending or kind.tensor in ("output", "heads", "vocabulary")
+def _computes_part(assignment: Assignment, around: Surroundings) -> bool:
+    """Tell whether each tensor rank computes only a part of the gradient of a parameter that is whole: on the stream
+    where the sequence is cut, between cut parameters always."""
+    kind = ROLES[assignment.role]
+    if kind.boundary == "wide_norm":
+        return has_few_heads(assignment, around.mesh)
+    after_reduction = kind.tensor == "input" and kind.boundary != "experts"
+    if kind.boundary in _STREAM or after_reduction:
+        return around.sequence_parallel
+    return kind.pending or kind.tensor != "whole"
+
+
+def has_few_heads(assignment: Assignment, mesh: DeviceMesh) -> bool:
+    """Tell whether there are fewer heads than tensor ranks: then every rank has all of them and goes on with its own."""
+    return assignment.heads is not None and assignment.heads < mesh.axis_size("tensor")

@@ -26,7 +26,7 @@ from hyper_parallel.core.plan.contracts import (
 )
 from hyper_parallel.core.plan.grouping import Group
 from hyper_parallel.core.plan.model import ParameterDescription
-from hyper_parallel.core.plan.placing import Placed
+from hyper_parallel.core.plan.placing import Placed, has_few_heads
 from hyper_parallel.core.plan.role_rules import ROLES
 
 
@@ -217,8 +217,13 @@ def _gathered(own: Sequence[Member], writers: Sequence[Member], streams: Streams
 
 
 def _wide_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
-    """A norm over all heads needs them all; attention goes on with its own."""
+    """A norm over all heads needs them all; attention goes on with its own. Fewer key/value heads than ranks are whole
+    before it and after it."""
     width = own[0].description.shape[0]
+    if scope.cut and has_few_heads(own[0].assignment, streams.mesh):
+        heads = streams.contract("heads", streams.inside, streams.inside, width, pending=True, inner=True)
+        yield BoundaryPlan(group.module, "norm", (heads,), (heads,))
+        return
     if not scope.cut:
         yield _local(group, "norm", streams.inside, streams, "heads", width)
         return
