@@ -3,7 +3,9 @@
 import pytest
 
 from hyper_parallel import DeviceMesh, ModelDescription, PlanError, Shard, ShardingPlan, plan
+from hyper_parallel.core.plan.costs import Flow
 from hyper_parallel.core.plan.model import ParameterDescription
+from hyper_parallel.core.topology import Topology
 
 MESH = DeviceMesh((2, 2), ("replicate", "shard"))
 
@@ -74,15 +76,29 @@ def test_what_is_no_plan_is_refused(tmp_path, text):
 
 
 def test_the_table_shows_every_parameter_and_the_totals():
-    text = plan(DECODER, MESH).table()
+    made = plan(DECODER, MESH)
+    text = made.table()
     assert "unit layers.0: freed after forward" in text
     assert "unit (the model itself): kept until backward" in text
     row = next(line for line in text.splitlines() if "embed.weight" in line)
     assert row.split() == ["embed.weight", "=", "head.weight", "10x4", "float32", "shard:", "shard(0)", "5x4", "80"]
-    # embed 160 B, two q of 64 B, norms of 12 B (a padded half is 8 B) and 16 B, w of 32 B
-    assert "each rank keeps 176 B of 348 B" in text
+    # embed 160 B, two q of 64 B, norms of 12 B (2 and 1 of its 3 rows) and 16 B, w of 32 B: the first rank has 2 more rows
+    assert "rank 0, which holds the most, keeps 176 B of 348 B of parameters, 176 B of gradients and 352 B" in text
     # half of each travels: root 88 B once; blocks (32 + 8) and (32 + 16) B twice
-    assert "all-gather 264 B and reduce-scatter 176 B over shard, all-reduce 176 B over replicate" in text
+    assert made.traffic() == (
+        Flow("parameters", "all_gather", ("shard",), "fast", 264),
+        Flow("parameters", "reduce_scatter", ("shard",), "fast", 176),
+        Flow("parameters", "all_reduce", ("replicate",), "fast", 176),
+    )
+
+
+def test_the_tier_of_traffic_is_that_of_the_groups_it_runs_in():
+    flows = plan(DECODER, MESH).traffic(Topology.regular(4, ranks_per_machine=2))
+    assert [(flow.kind, flow.tier) for flow in flows] == [
+        ("all_gather", "fast"),
+        ("reduce_scatter", "fast"),
+        ("all_reduce", "slow"),
+    ]
 
 
 def test_an_axis_that_needs_roles_is_refused_where_no_rule_gives_one_and_an_unknown_parameter_too():

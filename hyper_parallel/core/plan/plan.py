@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, Mapping
+from typing import TYPE_CHECKING, Any, Mapping
 
 import yaml
 
@@ -18,6 +18,10 @@ from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.contracts import BoundaryPlan
 from hyper_parallel.core.plan.model import ITEM_BYTES
 from hyper_parallel.core.plan.saved import FORMAT, load_yaml, read_plan, to_yaml
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.plan.costs import Flow, Memory
+    from hyper_parallel.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -110,17 +114,43 @@ class ShardingPlan:
         """The parameters of a unit, in definition order."""
         return list(self._by_unit.get(unit, ()))
 
-    def table(self) -> str:
-        """Every unit and every parameter as a readable table."""
+    def table(self, topology: Topology | None = None, full: bool = False) -> str:
+        """Every boundary with its contracts and transitions, every parameter, and the totals, for people to read.
+
+        Modules that are alike are shown once, by their range, unless `full`. With a topology traffic on the slow tier
+        is marked.
+        """
         from hyper_parallel.core.plan.text import table
 
-        return table(self)
+        return table(self, topology, full)
 
-    def summary(self) -> str:
+    def summary(self, topology: Topology | None = None) -> str:
         """A few lines: sizes, memory and traffic of the busiest rank."""
         from hyper_parallel.core.plan.text import summary
 
-        return summary(self)
+        return summary(self, topology)
+
+    def traffic(self, topology: Topology | None = None) -> tuple[Flow, ...]:
+        """The bytes that the busiest rank receives in a step, by purpose, collective, axes and tier."""
+        from hyper_parallel.core.plan.costs import traffic
+
+        return traffic(self, topology)
+
+    def memory(self) -> Memory:
+        """The bytes of parameters, gradients and optimizer state on the rank that holds the most."""
+        from hyper_parallel.core.plan.costs import memory
+
+        return memory(self)
+
+    def explain(self, name: str) -> str:
+        """Why a parameter, or the boundary at a module, is as it is: pass by pass.
+
+        Raises:
+            PlanError: the plan has neither; names the closest that it has.
+        """
+        from hyper_parallel.core.plan.explain import explain
+
+        return explain(self, name)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for YAML or JSON. Stable: equal plans give equal dictionaries."""

@@ -2,101 +2,161 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import Sequence
+from typing import Iterator, Sequence
 
-from hyper_parallel.core.placement import Shard
+from hyper_parallel.core.placement import Replicate
+from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
+from hyper_parallel.core.plan.costs import Crossings, Flow, activation_bytes, memory, traffic
+from hyper_parallel.core.plan.folding import fold
+from hyper_parallel.core.plan.placing import DATA_PARALLEL
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
+from hyper_parallel.core.topology import Topology
+from hyper_parallel.core.wire import Step
+
+ROOT = "(the model itself)"
 
 
-@dataclass(frozen=True)
-class UnitCost:
-    """What one unit costs the busiest rank, in bytes.
-
-    Traffic is what the rank sends in one step, per collective, by a ring or a direct exchange: `(k-1)/k` of the buffer
-    for a gather or a reduce-scatter, twice that for an all-reduce.
-    """
-
-    local: int
-    gathered: int
-    all_gather: int
-    reduce_scatter: int
-    all_reduce: int
+def table(plan: ShardingPlan, topology: Topology | None = None, full: bool = False) -> str:
+    """All boundaries, all units with their parameters, and the summary. Modules that are alike are shown once, by their
+    range, unless `full`."""
+    parts = [boundary_table(plan, full)] if plan.boundaries else []
+    return "\n\n".join([*parts, parameter_table(plan, full), summary(plan, topology)])
 
 
-def unit_cost(plan: ShardingPlan, unit: str, reshard_after_forward: bool) -> UnitCost:
-    """Add up a unit. Padding counts: pieces travel with the size of the largest."""
-    shards, replicas = plan.mesh.axis_size("shard"), plan.mesh.axis_size("replicate")
-    local = gathered = all_gather = reduce_scatter = all_reduce = 0
-    for each in plan.members(unit):
-        piece = _piece_bytes(plan, each)
-        split = isinstance(each.placements.get("shard"), Shard) and shards > 1
-        local += piece
-        gathered += each.numel * each.item_bytes
-        if split:
-            all_gather += (shards - 1) * piece * (2 if reshard_after_forward else 1)
-        if each.trainable and split:
-            reduce_scatter += (shards - 1) * piece
-        elif each.trainable:
-            all_reduce += _all_reduce_bytes(piece, shards)
-        if each.trainable:
-            all_reduce += _all_reduce_bytes(piece, replicas)
-    return UnitCost(local, gathered, all_gather, reduce_scatter, all_reduce)
-
-
-def table(plan: ShardingPlan) -> str:
-    """All units with their parameters, then the summary."""
-    rows = [("parameter", "shape", "dtype", "placement", "local shape", "local bytes")]
-    for unit in plan.units:
-        free = "freed after forward" if unit.reshard_after_forward else "kept until backward"
-        rows.append((f"unit {unit.name or '(the model itself)'}: {free}",))
-        rows.extend(_parameter_row(plan, each) for each in plan.members(unit.name))
-    return _aligned(rows) + "\n\n" + summary(plan)
-
-
-def summary(plan: ShardingPlan) -> str:
+def summary(plan: ShardingPlan, topology: Topology | None = None) -> str:
     """Sizes, memory and traffic of the busiest rank, and the notes."""
-    costs = [unit_cost(plan, unit.name, unit.reshard_after_forward) for unit in plan.units]
-    numel = sum(each.numel for each in plan.parameters)
+    numel, held = sum(each.numel for each in plan.parameters), memory(plan)
+    whose = "each rank" if held.even else f"rank {held.rank}, which holds the most,"
     lines = [
         f"{plan.model_class}: {numel:,} parameters in {len(plan.parameters)} tensors, {len(plan.units)} units, "
         f"mesh {plan.mesh}",
-        f"each rank keeps {_bytes(sum(cost.local for cost in costs))} of "
-        f"{_bytes(sum(cost.gathered for cost in costs))}; "
-        f"its largest gathered unit has {_bytes(max(cost.gathered for cost in costs))}",
-        f"each rank sends in a step: all-gather {_bytes(sum(cost.all_gather for cost in costs))} and reduce-scatter "
-        f"{_bytes(sum(cost.reduce_scatter for cost in costs))} over shard, all-reduce "
-        f"{_bytes(sum(cost.all_reduce for cost in costs))} over replicate",
+        f"{whose} keeps {_bytes(held.parameters)} of {_bytes(held.whole)} of parameters, {_bytes(held.gradients)} of "
+        f"gradients and {_bytes(held.optimizer)} of optimizer state (AdamW, two moments in the dtype of the parameters); "
+        f"the largest gathered unit has {_bytes(held.gathered)}",
     ]
+    flows = traffic(plan, topology)
+    if flows:
+        lines += ["each rank receives in a step:", _traffic_table(flows)]
+    if plan.boundaries:
+        sequences, length = plan.tokens
+        lines.append(
+            f"activations are counted for {sequences:,} sequences of {length:,} tokens, {activation_bytes(plan)} bytes an "
+            "element; recomputation and what opaque regions exchange is not"
+        )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
 
 
-def _parameter_row(plan: ShardingPlan, each: ParameterPlan) -> tuple[str, ...]:
-    local = plan.layout(each.name).local_shape(plan.mesh.ranks[0])
-    names = [each.name] + [other for other, first in plan.tied.items() if first == each.name]
-    placement = ", ".join(f"{axis}: {value}" for axis, value in each.placements.items()) or "replicate"
-    if not each.trainable:
-        placement += " (frozen)"
-    return (
-        "  " + " = ".join(names),
-        "x".join(map(str, each.shape)) or "scalar",
-        each.dtype,
-        placement,
-        "x".join(map(str, local)) or "scalar",
-        f"{prod(local) * each.item_bytes:,}",
+def _traffic_table(flows: Sequence[Flow]) -> str:
+    rows = [(f"  {flow.what}", flow.kind, f"over {', '.join(flow.axes)}", flow.tier, _bytes(flow.bytes)) for flow in flows]
+    return _aligned(rows, right=4)
+
+
+# Boundaries
+
+
+def boundary_table(plan: ShardingPlan, full: bool = False) -> str:
+    """Every boundary with its contracts, one line for each tensor, and the steps that its transition takes."""
+    crossings = Crossings(plan.mesh, plan.tokens)
+    entries = [(each.module, tuple(_boundary_lines(each, crossings))) for each in plan.boundaries]
+    lines = [f"boundaries: {_stream_text(plan)}"]
+    for module, (head, *contracts) in entries if full else fold(entries):
+        lines.append(f"  {module or ROOT}: {head}")
+        lines.extend(f"    {each}" for each in contracts)
+    return "\n".join(lines)
+
+
+def _stream_text(plan: ShardingPlan) -> str:
+    """The axes whose placements are alike everywhere, so that contracts need not repeat them."""
+    axes = [axis for axis in active(plan.mesh) if axis != "tensor"]
+    texts = [f"{axis} cuts {'the sequence' if axis == 'context' else 'the batch'}" for axis in axes]
+    if "tensor" in active(plan.mesh):
+        texts.append(f"sequence parallelism over tensor is {'on' if plan.sequence_parallel else 'off'}")
+    return ", ".join(texts)
+
+
+def _boundary_lines(boundary: BoundaryPlan, crossings: Crossings) -> Iterator[str]:
+    region = "" if boundary.region == "checked" else f", {boundary.region}"
+    yield f"{boundary.kind}{region}{f' ({boundary.note})' if boundary.note else ''}"
+    for side, contracts in (("in ", boundary.inputs), ("out", boundary.outputs)):
+        for each in contracts:
+            yield f"{side} {contract_text(each, crossings)}"
+
+
+def contract_text(contract: Contract, crossings: Crossings) -> str:
+    """`hidden: shard(1) -> replicate on tensor: all_gather | gradient partial -> shard(1): reduce_scatter`.
+
+    Only axes along which something changes are named; of a tensor that crosses as it is, that over `tensor`.
+    """
+    found = crossings.of(contract)
+    axes = [
+        axis
+        for axis in dict.fromkeys((*contract.before, *contract.after, *contract.gradient))
+        if axis == "tensor" or _differs(axis, contract.before, contract.after)
+    ]
+    forward = _side(axes, contract.before, contract.after, found.forward)
+    backward = _side(axes, contract.gradient, contract.source_gradient, found.backward)
+    return f"{contract.name}: {forward} | gradient {backward}" if axes else f"{contract.name}: as it lies"
+
+
+def _differs(axis: str, one: ByAxis, other: ByAxis) -> bool:
+    return one.get(axis, Replicate()) != other.get(axis, Replicate())
+
+
+def _side(axes: Sequence[str], before: ByAxis, after: ByAxis, steps: Sequence[Step]) -> str:
+    changes = ", ".join(
+        f"{before.get(axis, Replicate())} -> {after.get(axis, Replicate())} on {axis}"
+        if _differs(axis, before, after)
+        else f"{before.get(axis, Replicate())} on {axis}"
+        for axis in axes
     )
+    return changes + (f": {', '.join(step.kind for step in steps)}" if steps else "")
 
 
-def _piece_bytes(plan: ShardingPlan, each: ParameterPlan) -> int:
-    return plan.layout(each.name).local_numel(plan.mesh.ranks[0]) * each.item_bytes
+# Parameters
 
 
-def _all_reduce_bytes(size: int, ranks: int) -> int:
-    return -(-2 * (ranks - 1) * size // ranks)
+def parameter_table(plan: ShardingPlan, full: bool = False) -> str:
+    """Every unit with its parameters. Roles and what is pending have columns where the plan knows of roles."""
+    roles = any(each.role for each in plan.parameters)
+    other_names: dict[str, list[str]] = {}
+    for other, first in plan.tied.items():
+        other_names.setdefault(first, []).append(other)
+    head = ("parameter", "shape", "dtype", *(("role",) if roles else ()), "placement", "local shape", "local bytes")
+    rows: list[tuple[str, ...]] = [(*head, "pending besides replicate, shard", "notes") if roles else head]
+    entries = [
+        (each.name, (unit.name.count(".") + 1 if unit.name else 0, unit.reshard_after_forward, *_cells(each, roles, other_names)))
+        for unit in plan.units
+        for each in plan.members(unit.name)
+    ]
+    shown = None
+    for name, (depth, reshard, ties, *cells) in entries if full else fold(entries):
+        unit = ".".join(name.split(".")[:depth])
+        if (unit, depth) != shown:
+            shown = (unit, depth)
+            rows.append((f"unit {unit or ROOT}: {'freed after forward' if reshard else 'kept until backward'}",))
+        rows.append((f"  {name}{ties}", *cells))
+    return _aligned(rows, right=len(head) - 1)
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def _cells(each: ParameterPlan, roles: bool, other_names: dict[str, list[str]]) -> Iterator[str]:
+    """The further names, then a cell for each column but the first."""
+    yield "".join(f" = {other}" for other in other_names.get(each.name, ()))
+    yield "x".join(map(str, each.shape)) or "scalar"
+    yield each.dtype
+    if roles:
+        yield each.role
+    placement = ", ".join(f"{axis}: {value}" for axis, value in each.placements.items()) or "replicate"
+    yield placement if each.trainable else f"{placement} (frozen)"
+    yield "x".join(map(str, each.local_shape)) or "scalar"
+    yield f"{prod(each.local_shape) * each.item_bytes:,}"
+    if roles:
+        yield ", ".join(axis for axis in each.pending if axis not in DATA_PARALLEL) or "-"
+        yield "; ".join(each.notes)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> str:
+    """Columns of one width each; a row of one cell is a heading. Column `right` is set to the right."""
     columns = len(rows[0])
     widths = [max(len(row[index]) for row in rows if len(row) == columns) for index in range(columns)]
     lines = []
@@ -105,7 +165,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
             lines.append(row[0])
             continue
         cells = [
-            cell.rjust(width) if index == columns - 1 else cell.ljust(width)
+            cell.rjust(width) if index == right else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths))
         ]
         lines.append("  ".join(cells).rstrip())
