@@ -14,7 +14,7 @@ from hyper_parallel.core.plan.boundaries import boundary_types
 from hyper_parallel.core.plan.contracts import BoundaryPlan, active
 from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_sharded, units_by_parameter, units_of
 from hyper_parallel.core.plan.grouping import Group, group
-from hyper_parallel.core.plan.lint import lint
+from hyper_parallel.core.plan.lint import lint, report
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
 from hyper_parallel.core.plan.overrides import Overrides
 from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, place, settled
@@ -26,7 +26,8 @@ from hyper_parallel.core.plan.whole import first_parameters, settle_whole, whole
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan in the making, with all that lint wants to know. `members` and `roles` have every name, tied ones too."""
+    """A plan in the making, with all that lint wants to know. `members` and `roles` have every name, tied ones too;
+    `misfits` is what overrides say of boundaries that are none."""
 
     model: ModelDescription
     mesh: DeviceMesh
@@ -36,6 +37,7 @@ class Draft:
     kinds: Mapping[str, str]
     members: Mapping[str, Member]
     boundaries: tuple[BoundaryPlan, ...]
+    misfits: tuple[str, ...] = ()
 
     @property
     def holder(self) -> dict[str, str]:
@@ -60,7 +62,7 @@ def derive(
     draft = make_draft(model, mesh, checked)
     violations = lint(draft)
     if violations:
-        raise PlanError("\n".join([f"{model.class_name} can't be planned on {mesh}:", *map(str, violations)]))
+        raise PlanError(f"{model.class_name} can't be planned on {mesh}:\n{report(violations)}")
     return _plan(draft)
 
 
@@ -68,7 +70,6 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     """Passes 1 to 5."""
     roles = assign_roles(model, overrides.roles)
     groups = group(model, roles)
-    kinds = overrides.boundary_types(boundary_types(groups, roles))
     described = {each.name: each for each in all_names(model)}
     experts = _expert_counts(groups, roles)
     members = {}
@@ -77,17 +78,20 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
             around = Surroundings(mesh, overrides.sequence_parallel, experts.get(each.module))
             placed = place(described[name], roles.assignments[name], around, overrides.placements(name))
             members[name] = Member(described[name], roles.assignments[name], placed)
+    kinds = overrides.boundary_types(boundary_types(groups, roles), groups, members)
     scope_of = scopes(groups, kinds, members)
     for each in groups:
         for name in each.parameters:
             placed, assignment = members[name].placed, roles.assignments[name]
             members[name] = replace(members[name], placed=settled(placed, assignment, scope_of[each.module].cut))
     streams = Streams(mesh, overrides.sequence_parallel, hidden_size(described.values(), roles))
-    places = whole_places(model, roles, kinds)
+    places = whole_places(model, roles, {module: kinds.get(module, "moe") for module in scope_of})
     settle_whole(members, places, scope_of, streams)
-    plans = with_whole(boundaries(groups, kinds, members, streams), places.values(), streams, first_parameters(described))
-    plans = overrides.boundaries(plans, streams)
-    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans))
+    plans = with_whole(
+        boundaries(groups, kinds, members, streams), places.values(), streams, first_parameters(described)
+    )
+    plans, misfits = overrides.boundaries(plans, kinds, streams, tuple(described))
+    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), tuple(misfits))
 
 
 def hidden_size(parameters: Iterable[ParameterDescription], roles: RoleResult) -> int:

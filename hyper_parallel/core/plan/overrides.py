@@ -1,43 +1,259 @@
-"""Pass 5: what a user decides otherwise."""
+"""Pass 5: what a user decides otherwise, applied to what the other passes have found.
+
+Entries are taken in the order of the file, field by field: a later one wins, and `auto` gives the field back.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Mapping, Sequence
 
+from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Placement
-from hyper_parallel.core.plan.contracts import BoundaryPlan
+from hyper_parallel.core.placement import Partial, Placement, Replicate
+from hyper_parallel.core.plan.boundaries import TYPES
+from hyper_parallel.core.plan.conditions import Facts
+from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, ByAxis, Contract, active
+from hyper_parallel.core.plan.grouping import Group
 from hyper_parallel.core.plan.model import ModelDescription
-from hyper_parallel.core.plan.templates import Streams
+from hyper_parallel.core.plan.override_file import AUTO, Entry, OverrideFile, closest, read_overrides
+from hyper_parallel.core.plan.patterns import matching
+from hyper_parallel.core.plan.role_rules import ROLES
+from hyper_parallel.core.plan.roles import all_names
+from hyper_parallel.core.plan.templates import Member, Streams
+from hyper_parallel.core.plan.whole import first_parameters
+
+LENGTH = 4096
+"""Tokens of a sequence that traffic is counted for where nothing else is said."""
+
+Fields = dict[tuple[str, ...], Any]
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """An override file, checked against a model and a mesh."""
+    """An override file, checked against a model and a mesh.
+
+    `parameters` and `modules` hold the fields that entries set, by the name of what they are set for, `lines` the
+    entries themselves as text, and `sources` where the last of them stands. `roles` are for pass 1:
+    `{name: (role, who says so)}`. `regions` are modules that become boundaries, `reach` are those that each entry for
+    boundaries names, by where it stands.
+    """
 
     sequence_parallel: bool = True
-    tokens: tuple[int, int] = (1, 4096)
+    tokens: tuple[int, int] = (1, LENGTH)
     roles: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    chosen: Mapping[str, Mapping[str, Placement]] = field(default_factory=dict)
+    parameters: Mapping[str, Fields] = field(default_factory=dict)
+    modules: Mapping[str, Fields] = field(default_factory=dict)
+    lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    reach: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, source: Any, model: ModelDescription, mesh: DeviceMesh) -> Overrides:
-        """Read a mapping or a YAML file."""
-        return cls(**dict(source or {}))
+    def read(
+        cls, source: Mapping[str, Any] | str | os.PathLike | None, model: ModelDescription, mesh: DeviceMesh
+    ) -> Overrides:
+        """Read a mapping or a YAML file; docs/overrides.md describes it.
+
+        Raises:
+            PlanError: everything that is wrong with it, a line each: the file, the entry, and what to write.
+        """
+        file = read_overrides(source, Facts(model, mesh))
+        names = [each.name for each in all_names(model)]
+        modules = list(dict.fromkeys([*model.modules, *(name.rpartition(".")[0] for name in names)]))
+        found = _Applied(file, names, modules)
+        tokens = _tokens(file, mesh)
+        if file.problems:
+            raise PlanError("\n".join(file.problems))
+        wanted = file.sequence_parallel
+        cut = mesh.axis_size("tensor") > 1
+        return cls(
+            sequence_parallel=cut if wanted is None else wanted and cut,
+            tokens=tokens,
+            roles=found.roles(),
+            parameters=found.parameters,
+            modules=found.modules,
+            lines={name: tuple(lines) for name, lines in found.lines.items()},
+            regions=tuple(found.regions),
+            sources=found.sources,
+            reach={where: tuple(modules) for where, modules in found.reach.items()},
+        )
+
+    def remembered(self) -> dict[str, str]:
+        """For `ShardingPlan.overrides`: what entries applied to, and the entries on one line."""
+        return {name: "; ".join(lines) for name, lines in self.lines.items()}
 
     def placements(self, name: str) -> Mapping[str, Placement]:
         """Placements that the user decides for one parameter."""
-        return self.chosen.get(name, {})
+        fields = self.parameters.get(name, {})
+        return {path[1]: value for path, value in fields.items() if path[0] == "placements"}
 
-    def remembered(self) -> dict[str, str]:
-        """For `ShardingPlan.overrides`: each parameter and boundary that an entry applied to, and the entry as a line."""
-        return {}
+    def boundary_types(
+        self, kinds: Mapping[str, str], groups: Sequence[Group], members: Mapping[str, Member]
+    ) -> dict[str, str]:
+        """Pass 3 with the types that the user decides.
 
-    def boundary_types(self, kinds: Mapping[str, str]) -> Mapping[str, str]:
-        """Pass 3 with the types that the user decides."""
-        return kinds
+        Raises:
+            PlanError: a type that nothing of the group can make.
+        """
+        types = dict(kinds)
+        problems = []
+        for each in groups:
+            kind = self.modules.get(each.module, {}).get(("type",), AUTO)
+            if kind not in TYPES or types[each.module] == kind:
+                continue
+            if reason := _unfit(kind, [members[name] for name in each.parameters]):
+                problems.append(f"{self.sources[each.module]}: type: {each.module} can't be {kind}: {reason}")
+            types[each.module] = kind
+        if problems:
+            raise PlanError("\n".join(problems))
+        return types
 
-    def boundaries(self, plans: Sequence[BoundaryPlan], streams: Streams) -> Sequence[BoundaryPlan]:
-        """Pass 4 with the contracts that the user decides."""
-        return plans
+    def boundaries(
+        self, plans: Sequence[BoundaryPlan], kinds: Mapping[str, str], streams: Streams, names: Sequence[str]
+    ) -> tuple[list[BoundaryPlan], list[str]]:
+        """Pass 4 with the contracts and regions that the user decides, and what in them fits no boundary. `names` are
+        those of all parameters, in the order of the model."""
+        problems: list[str] = []
+        plans = _with_regions(plans, self.regions, streams, first_parameters(names))
+        kept = []
+        for plan in plans:
+            fields = self.modules.get(plan.module)
+            if not fields:
+                kept.append(plan)
+                continue
+            kind = fields.get(("type",))
+            if kind != "none":
+                changed, wrong = _changed(plan, fields, streams)
+                kept.append(changed)
+                if kind and plan.module not in kinds:
+                    wrong.append(f"type: that of a {plan.kind} follows from its parts; write auto or none")
+                problems.extend(f"{self.sources[plan.module]}: {plan.module}: {each}" for each in wrong)
+        known = {plan.module for plan in plans}
+        for where, modules in self.reach.items():
+            if not known & set(modules):
+                problems.append(f"{where}: {modules[0]} is no boundary{closest(modules[0], known)}")
+        return kept, problems
+
+
+class _Applied:
+    """The entries of a file laid over the names of a model."""
+
+    def __init__(self, file: OverrideFile, names: Sequence[str], modules: Sequence[str]) -> None:
+        self.parameters: dict[str, Fields] = {}
+        self.modules: dict[str, Fields] = {}
+        self.lines: dict[str, list[str]] = {}
+        self.sources: dict[str, str] = {}
+        self.regions: dict[str, None] = {}
+        self.reach: dict[str, list[str]] = {}
+        for entry in file.entries:
+            known = names if entry.section == "parameters" else modules
+            what = "parameter" if entry.section == "parameters" else "module"
+            found = matching(entry.pattern, known)
+            if not found:
+                file.problems.append(f"{entry.where}: no {what} is called so{closest(entry.pattern, known)}")
+            elif entry.section == "boundaries":
+                self.reach[entry.where] = found
+            for name in found:
+                self._apply(entry, name)
+
+    def _apply(self, entry: Entry, name: str) -> None:
+        into = self.parameters if entry.section == "parameters" else self.modules
+        fields = into.setdefault(name, {})
+        for path, value in entry.fields.items():
+            fields.pop(path, None)
+            if value != AUTO:
+                fields[path] = value
+        self.lines.setdefault(name, []).append(f"{entry.section}: {entry.text}")
+        self.sources[name] = entry.where
+        if entry.section == "regions":
+            self.regions[name] = None
+
+    def roles(self) -> dict[str, tuple[str, str]]:
+        """The roles that are set; `none` is a parameter that stays whole."""
+        found = {name: fields[("role",)] for name, fields in self.parameters.items() if ("role",) in fields}
+        return {name: ("whole" if role == "none" else role, "an override") for name, role in found.items()}
+
+
+def _tokens(file: OverrideFile, mesh: DeviceMesh) -> tuple[int, int]:
+    ranks = prod(mesh.axis_size(axis) for axis in BATCH_AXES)
+    if file.tokens is None:
+        return ranks, LENGTH
+    if file.tokens[0] < ranks:
+        file.problems.append(
+            f"{file.origin}: tokens: {file.tokens[0]} sequences for {ranks} ranks that each take other ones; write at "
+            f"least [{ranks}, {file.tokens[1]}]"
+        )
+    return file.tokens
+
+
+def _unfit(kind: str, own: Sequence[Member]) -> str | None:
+    """Why a group can't be of this type."""
+    if kind in ("attention", "mlp", "up", "down"):
+        if not any(
+            each.assignment.input_dim is not None and ROLES[each.assignment.role].tensor != "vocabulary" for each in own
+        ):
+            return "it has no linear that reads or writes hidden states"
+    elif kind == "wide_norm" and not all(each.description.shape for each in own):
+        return "a norm has at least one dim"
+    return None
+
+
+def _with_regions(
+    plans: Sequence[BoundaryPlan], regions: Sequence[str], streams: Streams, order: Mapping[str, int]
+) -> list[BoundaryPlan]:
+    """The boundaries with those of regions that are none yet: hidden states go in and out as they lie between others."""
+    plans = list(plans)
+    known = {plan.module for plan in plans}
+    for module in regions:
+        if module not in known:
+            place = order.get(module, 0)
+            at = next((i for i, plan in enumerate(plans) if order.get(plan.module, -1) > place), len(plans))
+            hidden = streams.contract("hidden", streams.outside, streams.outside)
+            plans.insert(at, BoundaryPlan(module, "region", (hidden,), (hidden,), "transparent"))
+    return plans
+
+
+def _changed(plan: BoundaryPlan, fields: Fields, streams: Streams) -> tuple[BoundaryPlan, list[str]]:
+    """One boundary with the fields of its entries, and which of them it can't have."""
+    sides, wrong = {}, []
+    for side in ("inputs", "outputs"):
+        mine: dict[str, Fields] = {}
+        for path, value in fields.items():
+            if path[0] == side:
+                mine.setdefault(path[1], {})[path[2:]] = value
+        contracts = {each.name: each for each in getattr(plan, side)}
+        for name, changes in mine.items():
+            if name not in contracts and plan.kind != "region":
+                wrong.append(f"it has no {side[:-1]} {name!r}; write {' or '.join(contracts) or 'none'}")
+                continue
+            known = contracts.get(name) or streams.contract(name, streams.outside, streams.outside)
+            contracts[name] = _contract(known, changes, active(streams.mesh))
+        sides[side] = tuple(contracts.values())
+    region = fields.get(("kind",), plan.region)
+    return replace(plan, region=region, **sides), wrong
+
+
+def _contract(contract: Contract, changes: Fields, axes: Sequence[str]) -> Contract:
+    """A contract with other layouts on axes of more than one rank. Where only the tensor's is given, the gradient's is
+    the usual one on that axis."""
+    sizes = {path[0]: value for path, value in changes.items() if len(path) == 1}
+    layouts: dict[str, dict[str, Placement]] = {}
+    for (side, axis), value in ((path, value) for path, value in changes.items() if len(path) == 2):
+        if axis in axes:
+            layouts.setdefault(side, {})[axis] = value
+    gradients = (("after", "gradient", contract.gradient), ("before", "gradient_before", contract.gradient_before))
+    made: dict[str, ByAxis] = {}
+    for side, gradient, old in gradients:
+        given = layouts.get(side, {})
+        made[side] = {**getattr(contract, side), **given}
+        usual = {axis: Replicate() if isinstance(each, Partial) else each for axis, each in given.items()}
+        if old is not None or layouts.get(gradient):
+            made[gradient] = {
+                **(contract.source_gradient if old is None else old),
+                **usual,
+                **layouts.get(gradient, {}),
+            }
+    return replace(contract, **sizes, **made)

@@ -70,14 +70,14 @@ def place(
 ) -> Placed:
     """Place a parameter on every active axis. `given` are placements that a user decides, on axes but those of
     `DATA_PARALLEL`; `pending` is that of a parameter whose boundary is cut."""
-    given = given or {}
+    given = {axis: each for axis, each in (given or {}).items() if around.mesh.axis_size(axis) > 1}
     placed = Placed()
-    if around.mesh.axis_size("tensor") > 1 and "tensor" not in given:
+    if around.mesh.axis_size("tensor") > 1 and given.get("tensor") != Replicate():
         placed = _on_tensor(parameter, assignment, around)
-    if "expert" not in given:
+    if given.get("expert") != Replicate():
         placed = _on_expert(parameter, assignment, placed, around)
-    chosen = {axis: each for axis, each in given.items() if around.mesh.axis_size(axis) > 1 and each != Replicate()}
-    placed = replace(placed, placements={**placed.placements, **chosen})
+    if given:
+        placed = _with_given(parameter, assignment, placed, given)
     placed = replace(placed, placements=with_shard(parameter, placed.placements, around.mesh))
     return replace(placed, pending=_pending(assignment, placed, around))
 
@@ -158,6 +158,22 @@ def _on_expert(parameter: ParameterDescription, assignment: Assignment, placed: 
     return replace(placed, placements={"expert": RaggedShard((0,), units), **placed.placements})
 
 
+def _with_given(
+    parameter: ParameterDescription, assignment: Assignment, placed: Placed, given: Mapping[str, Placement]
+) -> Placed:
+    """What a user decides. A parameter is cut as its role says, or whole: another cut is another computation."""
+    problems, placements = list(placed.problems), dict(placed.placements)
+    for axis, each in given.items():
+        usual = placed.placements.get(axis, Replicate())
+        if each not in (usual, Replicate()):
+            whole = "is kept whole" if usual == Replicate() else f"is cut as {usual}"
+            message = f"{axis}: {each}, but the role {assignment.role} {whole} over {axis}"
+            problems.append(Problem("consistent", message, f"{parameter.name}: {{placements: {{{axis}: auto}}}}"))
+        if each != Replicate():
+            placements[axis] = each
+    return replace(placed, placements=placements, problems=tuple(problems))
+
+
 def with_shard(
     parameter: ParameterDescription, placements: Mapping[str, Placement], mesh: DeviceMesh
 ) -> dict[str, Placement]:
@@ -203,8 +219,8 @@ def _pending(assignment: Assignment, placed: Placed, around: Surroundings) -> tu
 
 
 def settled(placed: Placed, assignment: Assignment, cut: bool) -> Placed:
-    """The same in a boundary where `tensor` cuts something, or nothing: there every rank computes all of every gradient,
-    unless it sees other tokens."""
+    """The same in a boundary where `tensor` cuts something, or nothing: there every rank computes all of every
+    gradient, unless it sees other tokens."""
     if cut or ROLES[assignment.role].boundary in _STREAM:
         return placed
     return replace(placed, pending=tuple(axis for axis in placed.pending if axis != "tensor"))

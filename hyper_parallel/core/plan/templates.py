@@ -107,17 +107,18 @@ class Scope:
 
 
 def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member]) -> dict[str, Scope]:
-    """The scope of each group's module."""
+    """The scope of each group's module, and of each block."""
     cut = {group.module: any(members[name].is_cut for name in group.parameters) for group in groups}
     block_of: dict[str, str] = {}
     for block in _expert_blocks(groups, kinds):
         inside = [module for module in cut if _is_below(module, block)]
         block_of |= {module: block for module in inside if module not in block_of}
-    found = {}
+    found: dict[str, Scope] = {}
     for module, own in cut.items():
         block = block_of.get(module, "")
         if block:
             own = any(cut[each] for each, other in block_of.items() if other == block)
+            found[block] = Scope(block, own)
         elif kinds[module] == "wide_norm":
             around = (each for each in _above(module) if kinds.get(each) == "attention")
             own = any(cut[each] for each in around)

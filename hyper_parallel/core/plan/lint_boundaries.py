@@ -1,0 +1,231 @@
+"""Rules of lint on boundaries: what is trained acts in one, layouts are possible, and what one hands on the next takes.
+
+Boundaries stand inside of each other as modules do. The outer ones share hidden states: each takes and hands them on as
+`contracts.stream` says, or has a neighbour for another way. Inner ones take what the one around them has taken in, and
+hand on what it gives away.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Iterator, Mapping
+
+from hyper_parallel.core.errors import LayoutError
+from hyper_parallel.core.placement import Partial, Replicate
+from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
+from hyper_parallel.core.plan.templates import Streams, scopes
+from hyper_parallel.core.plan.violations import Finding
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.plan.derive import Draft
+
+Lies = tuple[str, ...]
+
+
+def lint_boundaries(draft: Draft) -> Iterator[Finding]:
+    """Every rule on boundaries."""
+    yield from _misfits(draft)
+    yield from _coverage(draft)
+    yield from _legal(draft)
+    yield from _Chain(draft).findings()
+
+
+def _misfits(draft: Draft) -> Iterator[Finding]:
+    for problem in draft.misfits:
+        where, _, message = problem.partition(": ")
+        yield Finding("override", where, message)
+
+
+def _coverage(draft: Draft) -> Iterator[Finding]:
+    """What is trained, or cut, acts in a boundary, unless an override keeps it whole."""
+    modules = {plan.module for plan in draft.boundaries}
+    holder = draft.holder
+    for name, member in draft.members.items():
+        needs = member.description.trainable or member.is_cut
+        if not needs or member.assignment.role == "whole" or any(each in modules for each in above(name)):
+            continue
+        module = next((each for each in above(name) if _is_taken_away(draft, each)), holder[name])
+        message = f"acts in no boundary: {module or 'the model itself'} is none"
+        yield Finding("coverage", name, message, module, "{type: auto}", "boundaries", member.assignment.rule)
+
+
+def _is_taken_away(draft: Draft, module: str) -> bool:
+    return draft.overrides.modules.get(module, {}).get(("type",)) == "none"
+
+
+def above(name: str) -> Iterator[str]:
+    """The modules around a name, the innermost first, the model itself ("") last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _legal(draft: Draft) -> Iterator[Finding]:
+    """Layouts that are possible, and a transition between them."""
+    known: dict[str, str] = {}
+    for plan in draft.boundaries:
+        for side in ("inputs", "outputs"):
+            for contract in getattr(plan, side):
+                key = str(contract)
+                if key not in known:
+                    try:
+                        contract.transition(draft.mesh, *draft.overrides.tokens)
+                        known[key] = ""
+                    except LayoutError as error:
+                        known[key] = str(error)
+                if known[key]:
+                    fix = f"{{{side}: {{{contract.name}: {{before: auto, after: auto, gradient: auto}}}}}}"
+                    message = f"{side[:-1]} {contract.name}: {known[key]}"
+                    yield Finding("layout", plan.module, message, plan.module, fix, _section(draft, plan.module))
+
+
+def _section(draft: Draft, module: str) -> str:
+    return "regions" if module in draft.overrides.regions else "boundaries"
+
+
+class _Chain:
+    """Walks the boundaries of a draft."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.axes = active(draft.mesh)
+        self.streams = Streams(draft.mesh, draft.overrides.sequence_parallel, 1)
+        self.plans = {plan.module: plan for plan in draft.boundaries}
+        self.around = {
+            module: next((each for each in above(module) if each in self.plans), None) for module in self.plans
+        }
+        blocks = list(dict.fromkeys(_block(module) for module in self.plans))
+        self.place = {block: number for number, block in enumerate(block for block in blocks if block)}
+
+    def findings(self) -> Iterator[Finding]:
+        """Every link that does not hold."""
+        for module, plan in self.plans.items():
+            outer = self.plans.get(self.around[module]) if self.around[module] is not None else None
+            if outer is None:
+                yield from self._outer(plan)
+            else:
+                yield from self._inner(plan, outer)
+        yield from self._features()
+        yield from self._heads()
+
+    def lies(self, placements: ByAxis) -> Lies:
+        """Placements over all active axes, as text that can be compared and shown."""
+        return tuple(f"{axis}: {placements.get(axis, Replicate())}" for axis in self.axes)
+
+    def _outer(self, plan: BoundaryPlan) -> Iterator[Finding]:
+        usual = self.lies(self.streams.outside)
+        for contract in plan.inputs:
+            if contract.name == "hidden" and (found := self.lies(contract.before)) != usual:
+                if not any(found == self.lies(each.after) for each in self._neighbours(plan, "outputs")):
+                    yield self._broken(plan, contract, "inputs", "before", "takes", "hands them on so", usual)
+        for contract in plan.outputs:
+            if contract.name != "hidden" or (found := self.lies(contract.after)) == usual:
+                continue
+            if any(isinstance(each, Partial) for each in contract.after.values()):
+                yield self._broken(plan, contract, "outputs", "after", "hands on", "adds up a pending sum", usual)
+            elif not any(found == self.lies(each.before) for each in self._neighbours(plan, "inputs")):
+                yield self._broken(plan, contract, "outputs", "after", "hands on", "takes them so", usual)
+
+    def _neighbours(self, plan: BoundaryPlan, side: str) -> Iterator[Contract]:
+        """Hidden states of the outer boundaries in the same block, and across its edge: on the other `side`."""
+        place = self.place.get(_block(plan.module))
+        for module, other in self.plans.items():
+            if module == plan.module or self.around[module] is not None:
+                continue
+            there = self.place.get(_block(module))
+            step = None if place is None or there is None else there - place
+            if step in (None, 0, 1 if side == "inputs" else -1):
+                yield from (each for each in getattr(other, side) if each.name == "hidden")
+
+    def _broken(
+        self, plan: BoundaryPlan, contract: Contract, side: str, end: str, verb: str, missing: str, usual: Lies
+    ) -> Finding:
+        found = ", ".join(self.lies(getattr(contract, end)))
+        message = f"{verb} hidden states as ({found}), and no neighbour {missing}; they lie as ({', '.join(usual)})"
+        return self._finding(plan, message, side, "hidden", end)
+
+    def _inner(self, plan: BoundaryPlan, outer: BoundaryPlan) -> Iterator[Finding]:
+        """Inside of another boundary hidden states and their gradients are what it has made of them."""
+        taken, given = (_hidden(each) for each in (outer.inputs, outer.outputs))
+        mine, made = _hidden(plan.inputs), _hidden(plan.outputs)
+        if mine and taken:
+            yield from self._link(plan, outer, "inputs", "before", mine.before, taken.after, "takes hidden states")
+            yield from self._link(
+                plan, outer, "inputs", "gradient_before", mine.source_gradient, taken.gradient, "gives gradients back"
+            )
+        passes_on = plan.kind == "norm" and taken
+        if made and (passes_on or given):
+            expected = taken.after if passes_on else given.before
+            yield from self._link(plan, outer, "outputs", "after", made.after, expected, "hands hidden states on")
+
+    def _link(
+        self, plan: BoundaryPlan, outer: BoundaryPlan, side: str, end: str, found: ByAxis, wanted: ByAxis, verb: str
+    ) -> Iterator[Finding]:
+        here, there = self.lies(found), self.lies(wanted)
+        if here != there:
+            message = f"{verb} as ({', '.join(here)}), and {outer.module}, around it, wants ({', '.join(there)})"
+            modules = self.draft.overrides.modules
+            if plan.module in modules or outer.module not in modules:
+                yield self._finding(plan, message, side, "hidden", end, outer.module)
+            else:
+                end = {"before": "after", "gradient_before": "gradient", "after": "before"}[end]
+                yield self._finding(outer, message, side, "hidden", end, outer.module)
+
+    def _finding(
+        self, plan: BoundaryPlan, message: str, side: str, name: str, end: str, outer: str | None = None
+    ) -> Finding:
+        taken_away = next((each for each in above(plan.module) if _is_taken_away(self.draft, each)), None)
+        if taken_away is not None:
+            return Finding("chain", plan.module, message, taken_away, "{type: auto}", "boundaries")
+        if plan.module not in self.draft.overrides.modules and outer is not None:
+            return Finding("chain", plan.module, message, f"{outer}.**", "{placements: {tensor: replicate}}")
+        fix = f"{{{side}: {{{name}: {{{end}: auto}}}}}}"
+        return Finding("chain", plan.module, message, plan.module, fix, _section(self.draft, plan.module))
+
+    def _features(self) -> Iterator[Finding]:
+        """Inner features between two halves that no module holds together: what one gives the other takes."""
+        ends: dict[str, list[tuple[BoundaryPlan, str, Lies]]] = {}
+        for module, plan in self.plans.items():
+            for side, end in (("outputs", "after"), ("inputs", "before")):
+                for contract in getattr(plan, side):
+                    if contract.name == "features":
+                        lies = self.lies(getattr(contract, end))
+                        ends.setdefault(module.rpartition(".")[0], []).append((plan, side, lies))
+        for parts in ends.values():
+            for plan, side, lies in parts[1:]:
+                if lies != parts[0][2]:
+                    first = parts[0][0].module
+                    message = f"has features as ({', '.join(lies)}), and {first} as ({', '.join(parts[0][2])})"
+                    if plan.module in self.draft.overrides.modules or first in self.draft.overrides.modules:
+                        culprit = plan if plan.module in self.draft.overrides.modules else parts[0][0]
+                        yield self._finding(
+                            culprit, message, side, "features", "after" if side == "outputs" else "before"
+                        )
+                    else:
+                        pattern = f"{plan.module}.**"
+                        yield Finding("chain", plan.module, message, pattern, "{placements: {tensor: replicate}}")
+
+    def _heads(self) -> Iterator[Finding]:
+        """A norm over all heads takes what projections make, and hands on what attention works on."""
+        scope_of: Mapping = scopes(self.draft.groups, self.draft.kinds, self.draft.members)
+        for module, plan in self.plans.items():
+            for side, end in (("inputs", "before"), ("outputs", "after")):
+                for contract in (each for each in getattr(plan, side) if each.name == "heads"):
+                    scope = scope_of.get(module)
+                    wanted = self.lies(self.streams.features if scope and scope.cut else self.streams.inside)
+                    found = self.lies(getattr(contract, end))
+                    if found != wanted:
+                        message = f"has heads as ({', '.join(found)}), and attention as ({', '.join(wanted)})"
+                        yield self._finding(plan, message, side, "heads", end)
+
+
+def _hidden(contracts: tuple[Contract, ...]) -> Contract | None:
+    return next((each for each in contracts if each.name == "hidden"), None)
+
+
+def _block(module: str) -> str:
+    """The outermost list element that a module is or stands in, else ""."""
+    segments = module.split(".")
+    for index, segment in enumerate(segments):
+        if segment.isdigit():
+            return ".".join(segments[: index + 1])
+    return ""

@@ -1,0 +1,46 @@
+"""Patterns over qualified names: `*` is one segment or part of one, `**` any number of segments."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any, Iterable
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern fits, in their order."""
+    if "*" not in pattern:
+        return [name for name in names if name == pattern]
+    segments = pattern.split(".")
+    return [name for name in names if _fits(segments, name.split(".") if name else [])]
+
+
+def _fits(pattern: list[str], name: list[str]) -> bool:
+    """Which beginnings of `name` the pattern fits so far, segment after segment."""
+    reached = [True] + [False] * len(name)
+    for segment in pattern:
+        if segment == "**":
+            first = reached.index(True) if True in reached else len(reached)
+            reached = [index >= first for index in range(len(reached))]
+        else:
+            fits = _segment(segment)
+            reached = [False] + [before and bool(fits(own)) for before, own in zip(reached, name)]
+    return reached[-1]
+
+
+@lru_cache(maxsize=4096)
+def _segment(segment: str):
+    parts = [re.escape(part) for part in re.split(r"\*+", segment)]
+    return re.compile("[^.]*?".join(parts), re.DOTALL).fullmatch
+
+
+def problem_of(pattern: Any) -> str | None:
+    """What is wrong with a pattern, or None."""
+    if not isinstance(pattern, str) or not pattern:
+        return "a pattern is text, such as model.layers.*.mlp.**; quote it where YAML reads something else"
+    if len(pattern) > 1000:
+        return f"a pattern of {len(pattern)} characters fits no name"
+    for segment in pattern.split("."):
+        if "**" in segment and segment != "**":
+            return f"the segment {segment!r}: ** stands alone between dots; write * for a part of a segment"
+    return None

@@ -1,0 +1,104 @@
+"""What lint finds, and how it is told: every violation with the line that mends it, alike ones together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Iterable, Mapping, Sequence
+
+from hyper_parallel.core.plan.patterns import matching
+
+_PLAIN_KEY = re.compile(r"[A-Za-z_](?:[\w.*-]*[\w*])?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that is wrong with a plan.
+
+    `rule` names the check, `where` the parameter or boundary, `message` what is wrong, with sizes, and `because` the
+    rule of pass 1 that led there. `line` mends it, below the key `section` of an override file; "" where no line can.
+    `more` counts others of the same kind in other layers.
+    """
+
+    rule: str
+    where: str
+    message: str
+    line: str = ""
+    section: str = "parameters"
+    because: str = ""
+    more: int = 0
+
+    def __str__(self) -> str:
+        more = f" and {self.more} more like it" if self.more else ""
+        told = f"[{self.rule}] {self.where or 'the model itself'}{more}: {self.message}"
+        if self.because:
+            told += f" ({self.because})"
+        if not self.line:
+            return told
+        return "\n".join([f"{told}; write below `{self.section}:`", *(f"    {line}" for line in self.line.split("\n"))])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A violation before alike ones are put together: `fix` is what to write for the pattern `target`."""
+
+    rule: str
+    where: str
+    message: str
+    target: str = ""
+    fix: str = ""
+    section: str = "parameters"
+    because: str = ""
+
+
+def together(findings: Iterable[Finding], names: Mapping[str, Sequence[str]]) -> list[Violation]:
+    """One violation for those that differ in the number of their layer or expert only.
+
+    `names` are all names that a pattern in a section can fit: where one pattern fits exactly those that need it, it is
+    one line, else there is a line for each.
+    """
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for each in findings:
+        key = (each.rule, each.section, *map(numberless, (each.where, each.message, each.target, each.fix)))
+        alike.setdefault(key, []).append(each)
+    return [_one(group, names) for group in alike.values()]
+
+
+def _one(group: Sequence[Finding], names: Mapping[str, Sequence[str]]) -> Violation:
+    first = group[0]
+    lines = _lines(group, names.get(first.section, ())) if first.fix else []
+    more = len({each.where for each in group}) - 1
+    return Violation(first.rule, first.where, first.message, "\n".join(lines), first.section, first.because, more)
+
+
+def _lines(group: Sequence[Finding], names: Sequence[str]) -> list[str]:
+    fixes = {each.target: each.fix for each in group}
+    common = numberless(group[0].target)
+    if len(fixes) > 1 and len(set(fixes.values())) == 1:
+        wanted = {name for target in fixes for name in matching(target, names)}
+        if set(matching(common, names)) == wanted:
+            fixes = {common: group[0].fix}
+    return [f"{_key(target)}: {fix}" for target, fix in fixes.items()]
+
+
+def numberless(text: str) -> str:
+    """Text with "*" for the numbers of layers and experts in names."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$|[^\w.])|^\d+(?=\.)", "*", text)
+
+
+def _key(pattern: str) -> str:
+    return pattern if _PLAIN_KEY.fullmatch(pattern) else '"' + pattern.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def report(violations: Sequence[Violation]) -> str:
+    """All violations, and, where several lines mend them, all lines as one override file."""
+    told = [str(each) for each in violations]
+    sections: dict[str, dict[str, None]] = {}
+    for each in violations:
+        for line in each.line.split("\n") if each.line else ():
+            sections.setdefault(each.section, {})[line] = None
+    if sum(map(len, sections.values())) > 1:
+        told.append("all lines together, as an override file:")
+        for section, lines in sections.items():
+            told += [f"  {section}:", *(f"    {line}" for line in lines)]
+    return "\n".join(told)
