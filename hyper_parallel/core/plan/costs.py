@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import product
+from math import ceil
 from typing import Iterator
 
 import numpy as np
@@ -20,7 +22,7 @@ from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Replicate, Shard
 from hyper_parallel.core.plan.contracts import ByAxis, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
-from hyper_parallel.core.topology import FAST, SLOW, Topology
+from hyper_parallel.core.topology import FAST, Topology
 from hyper_parallel.core.transition import lower
 from hyper_parallel.core.wire import Step
 
@@ -107,12 +109,17 @@ def traffic(plan: ShardingPlan, topology: Topology | None = None) -> tuple[Flow,
     Activations count for the global batch `plan.tokens`, in the dtype that most trainable elements have.
     """
     sums: Counter = Counter()
-    for flow in (*_parameter_flows(plan, topology), *_boundary_flows(plan, topology)):
-        sums[flow.what, flow.kind, flow.axes, flow.tier] += flow.bytes
-    return tuple(Flow(*key, count) for key, count in sums.items() if count)
+    for what, flows in (("parameters", _parameter_flows(plan, topology)), ("boundaries", _boundary_flows(plan, topology))):
+        for kind, axes, tier, count in flows:
+            sums[what, kind, axes, tier] += count
+    return tuple(Flow(*key, ceil(count)) for key, count in sums.items() if count)
 
 
-def _parameter_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[Flow]:
+Share = tuple[str, tuple[str, ...], str, Fraction]
+"""What one rank receives: the kind of collective, the axes, the tier, and how much."""
+
+
+def _parameter_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[Share]:
     reshards = {unit.name: unit.reshard_after_forward for unit in plan.units}
     counted = Counter(
         (each.shape, tuple(each.placements.items()), each.item_bytes, each.trainable, each.pending, reshards[each.unit])
@@ -133,7 +140,7 @@ def _parameter_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[
         alone = () if cut else ("shard",)
         for axes in (model, tuple(axis for axis in pending if axis in alone), ("replicate",) if "replicate" in pending else ()):
             ranks = len(plan.mesh.group_of(plan.mesh.ranks[0], axes))
-            yield tiers.flow("all_reduce", axes, -(-2 * (ranks - 1) * piece // ranks))
+            yield tiers.flow("all_reduce", axes, Fraction(2 * (ranks - 1) * piece, ranks))
 
 
 class _Tiers:
@@ -143,19 +150,19 @@ class _Tiers:
         self._mesh, self._topology = mesh, topology
         self._known: dict[tuple[str, ...], str] = {}
 
-    def flow(self, kind: str, axes: tuple[str, ...], count: int) -> Flow:
+    def flow(self, kind: str, axes: tuple[str, ...], count: int | Fraction) -> Share:
         if axes not in self._known:
             self._known[axes] = FAST if self._topology is None else self._topology.axis_tier(self._mesh, axes)
-        return Flow("parameters", kind, axes, self._known[axes], count)
+        return kind, axes, self._known[axes], Fraction(count)
 
 
-def _boundary_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[Flow]:
+def _boundary_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[Share]:
     size = activation_bytes(plan)
     crossings = Crossings(plan.mesh, plan.tokens, topology)
     for boundary in plan.boundaries:
         for contract in (*boundary.inputs, *boundary.outputs):
-            for each in crossings.of(contract).elements:
-                yield Flow("boundaries", each.kind, each.axes, each.tier, each.bytes * size)
+            for kind, axes, tier, count in crossings.of(contract).elements:
+                yield kind, axes, tier, count * size
 
 
 def activation_bytes(plan: ShardingPlan) -> int:
@@ -176,10 +183,10 @@ class Crossing:
     topology: Topology | None = None
 
     @cached_property
-    def elements(self) -> tuple[Flow, ...]:
-        """Elements for bytes, of one rank, each step for itself."""
+    def elements(self) -> tuple[Share, ...]:
+        """Elements that a rank receives in each step, on each tier."""
         return tuple(
-            Flow("boundaries", step.kind, step.axes, tier, -(-count // self.mesh.size))
+            (step.kind, step.axes, tier, Fraction(count, self.mesh.size))
             for step in (*self.forward, *self.backward)
             for tier, count in step.elements(self.topology).items()
         )
@@ -250,9 +257,3 @@ def _along(axes: tuple[str, ...], placements: ByAxis, chosen_by: ByAxis | None =
         for axis in axes
         if axis in placements and (chosen_by is None or chosen_by.get(axis, Replicate()) == Replicate())
     }
-
-
-def by_tier(flows: tuple[Flow, ...], what: str, kind: str) -> dict[str, int]:
-    """Bytes of one kind on each tier."""
-    chosen = [flow for flow in flows if (flow.what, flow.kind) == (what, kind)]
-    return {tier: sum(flow.bytes for flow in chosen if flow.tier == tier) for tier in (FAST, SLOW)}

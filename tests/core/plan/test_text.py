@@ -1,0 +1,224 @@
+"""What a plan says of itself: traffic and memory against numbers made by hand, the table, the reasons."""
+
+from dataclasses import replace
+
+import pytest
+
+from hyper_parallel import DeviceMesh, PlanError, ShardingPlan, plan
+from hyper_parallel.core.plan.costs import Crossings, Flow, Memory, activation_bytes
+from hyper_parallel.core.plan.folding import fold
+from hyper_parallel.core.topology import Topology
+from tests.core.plan.by_hand import MODELS, by_hand, stored
+
+FAMILIES = sorted(path.stem for path in MODELS.glob("*.json") if path.stem != "mamba")
+
+LAYER = {
+    "self_attn.q_proj.weight": ((32, 32), "Linear"),
+    "self_attn.k_proj.weight": ((16, 32), "Linear"),
+    "self_attn.v_proj.weight": ((16, 32), "Linear"),
+    "self_attn.o_proj.weight": ((32, 32), "Linear"),
+    "mlp.gate_proj.weight": ((48, 32), "Linear"),
+    "mlp.up_proj.weight": ((48, 32), "Linear"),
+    "mlp.down_proj.weight": ((32, 48), "Linear"),
+    "input_layernorm.weight": ((32,), "RMSNorm"),
+    "post_attention_layernorm.weight": ((32,), "RMSNorm"),
+}
+
+
+def decoder(layers=1):
+    named = {"embed_tokens.weight": ((96, 32), "Embedding")}
+    for layer in range(layers):
+        named |= {f"layers.{layer}.{name}": value for name, value in LAYER.items()}
+    named |= {"norm.weight": ((32,), "RMSNorm"), "lm_head.weight": ((96, 32), "Linear")}
+    around = {f"layers.{layer}{part}": kind for layer in range(layers) for part, kind in AROUND}
+    return by_hand(named, {"layers": "ModuleList"} | around)
+
+
+AROUND = (("", "DecoderLayer"), (".self_attn", "Attention"), (".mlp", "MLP"))
+MESH = DeviceMesh((2, 2), ("shard", "tensor"))
+BATCH = {"tokens": [4, 8]}
+SUPERNODES = Topology.regular(4, ranks_per_machine=2)
+"""Ranks 0 and 1 share `tensor`, and a supernode; `shard` goes between supernodes."""
+
+
+def flows(made, topology=None):
+    return {(flow.what, flow.kind, flow.axes, flow.tier): flow.bytes for flow in made.traffic(topology)}
+
+
+# Elements of each rank, a quarter of what both axes cut and half of what only `shard` does:
+MATRICES = 256 + 128 + 128 + 256 + 3 * 384
+NORMS = 2 * 16
+OUTSIDE, LAST_NORM = 2 * 768, 16
+KEPT = 4 * (MATRICES + NORMS + OUTSIDE + LAST_NORM)
+
+
+def test_memory_is_that_of_parameters_gradients_and_two_moments():
+    gathered = 4 * (2 * MATRICES + 2 * NORMS)  # one of two tensor ranks, with all of `shard`
+    outside = 4 * 2 * (OUTSIDE + LAST_NORM)
+    assert plan(decoder(), MESH, BATCH).memory() == Memory(
+        rank=0,
+        parameters=KEPT,
+        gradients=KEPT,
+        optimizer=2 * KEPT,
+        whole=4 * (1024 + 512 + 512 + 1024 + 3 * 1536 + 3 * 32 + 2 * 3072),
+        gathered=max(gathered, outside),
+        even=True,
+    )
+
+
+def test_the_rank_that_holds_the_most_counts():
+    uneven = plan(by_hand({"norm.weight": ((3,), "RMSNorm")}), DeviceMesh((2,), ("shard",))).memory()
+    assert (uneven.rank, uneven.parameters, uneven.even) == (0, 8, False)
+
+
+def test_what_is_frozen_has_neither_gradient_nor_moments():
+    model = decoder()
+    frozen = replace(model, parameters=tuple(replace(each, trainable="mlp" in each.name) for each in model.parameters))
+    held = plan(frozen, MESH, BATCH).memory()
+    assert (held.parameters, held.gradients, held.optimizer) == (KEPT, 4 * 3 * 384, 8 * 3 * 384)
+
+
+def test_traffic_with_sequence_parallelism_is_gathers_and_scatters():
+    half = 4 * 2 * 4 * 32  # float32; 2 sequences a data rank; the 4 tokens that the other tensor rank has; hidden states
+    found = flows(plan(decoder(), MESH, BATCH), SUPERNODES)
+    assert found == {
+        ("parameters", "all_gather", ("shard",), "slow"): 4 * (2 * (MATRICES + NORMS) + OUTSIDE + LAST_NORM),
+        ("parameters", "reduce_scatter", ("shard",), "slow"): KEPT,
+        ("parameters", "all_reduce", ("tensor",), "fast"): 4 * (NORMS + LAST_NORM),
+        # the embedding, attention and mlp twice, the head; each once forward and once backward
+        ("boundaries", "all_gather", ("tensor",), "fast"): 6 * half,
+        ("boundaries", "reduce_scatter", ("tensor",), "fast"): 6 * half,
+    }
+
+
+def test_traffic_without_sequence_parallelism_is_as_many_bytes_in_all_reduces():
+    whole = 4 * 2 * 8 * 32
+    found = flows(plan(decoder(), MESH, BATCH | {"sequence_parallel": False}))
+    assert found == {
+        ("parameters", "all_gather", ("shard",), "fast"): 4 * (2 * (MATRICES + NORMS) + OUTSIDE + LAST_NORM),
+        ("parameters", "reduce_scatter", ("shard",), "fast"): KEPT,
+        ("boundaries", "all_reduce", ("tensor",), "fast"): 6 * whole,
+    }
+
+
+def test_replicas_sum_the_piece_that_a_rank_keeps():
+    found = plan(decoder(), DeviceMesh((3, 2), ("replicate", "shard"))).traffic(Topology.regular(6, 2))
+    kept = 4 * (2 * MATRICES + NORMS + 2 * OUTSIDE + LAST_NORM)
+    assert found[-1] == Flow("parameters", "all_reduce", ("replicate",), "slow", 2 * 2 * kept // 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_what_a_few_ranks_say_is_what_all_ranks_say(family, sequence_parallel):
+    """The crossing among the ranks that it concerns moves as much as the transition of the whole mesh."""
+    mesh = DeviceMesh((2, 2, 2), ("shard", "context", "tensor"))
+    made = plan(stored(family), mesh, {"tokens": [4, 16], "sequence_parallel": sequence_parallel})
+    crossings = Crossings(mesh, made.tokens)
+    for boundary in made.boundaries:
+        for contract in (*boundary.inputs, *boundary.outputs):
+            whole = contract.transition(mesh, *made.tokens)
+            counted = [step.elements()["fast"] for step in (*whole.steps, *whole.gradient_steps)]
+            assert sum(count for *_, count in crossings.of(contract).elements) * mesh.size == sum(counted)
+
+
+def test_activations_count_in_the_dtype_of_most_trainable_elements():
+    assert activation_bytes(plan(decoder(), MESH)) == 4
+
+
+# The table
+
+
+def test_the_table_names_contracts_transitions_roles_and_what_is_pending():
+    lines = plan(decoder(), MESH, BATCH).table().splitlines()
+    place = lines.index("  layers.0.self_attn: attention")
+    assert lines[place + 1 : place + 3] == [
+        "    in  hidden: shard(1) -> replicate on tensor: all_gather | "
+        "gradient partial -> shard(1) on tensor: reduce_scatter",
+        "    out hidden: partial -> shard(1) on tensor: reduce_scatter | "
+        "gradient shard(1) -> replicate on tensor: all_gather",
+    ]
+    norm = next(line for line in lines if line.startswith("  norm.weight"))
+    assert norm.split() == ["norm.weight", "32", "float32", "norm", "shard:", "shard(0)", "16", "64", "tensor"]
+
+
+def test_layers_that_are_alike_are_shown_once_and_all_of_them_when_asked():
+    made = plan(decoder(layers=48), MESH, BATCH)
+    short, full = made.table(), made.table(full=True)
+    assert "layers.0-47.self_attn: attention" in short and "layers.17." not in short
+    assert len(short.splitlines()) < 50
+    assert all(f"layers.{layer}.mlp: mlp" in full for layer in range(48))
+
+
+def test_folding_keeps_what_differs_apart():
+    entries = [(f"layers.{n}.{part}", part + ("!" if n in (0, 3) else "")) for n in range(6) for part in ("a", "b")]
+    assert fold([("embed", "e"), *entries, ("norm", "n")]) == [
+        ("embed", "e"),
+        ("layers.0,3.a", "a!"),
+        ("layers.0,3.b", "b!"),
+        ("layers.1-2,4-5.a", "a"),
+        ("layers.1-2,4-5.b", "b"),
+        ("norm", "n"),
+    ]
+    every_other = [(f"h.{n}.w", n % 2) for n in range(6)]
+    assert fold(every_other) == [("h.0-4 by 2.w", 0), ("h.1-5 by 2.w", 1)]
+
+
+def test_lists_in_lists_are_folded_too():
+    entries = [(f"layers.{n}.experts.{e}.w", e // 2) for n in range(3) for e in range(4)]
+    assert fold(entries) == [("layers.0-2.experts.0-1.w", 0), ("layers.0-2.experts.2-3.w", 1)]
+
+
+# Reasons
+
+
+def test_a_parameter_is_explained_pass_by_pass(tmp_path):
+    made = plan(decoder(), MESH, BATCH)
+    made.save(tmp_path / "plan.yaml")
+    text = ShardingPlan.load(tmp_path / "plan.yaml").explain("layers.0.self_attn.k_proj.weight")
+    assert text == made.explain("layers.0.self_attn.k_proj.weight")
+    lines = text.splitlines()
+    assert lines[0] == "layers.0.self_attn.k_proj.weight: [16, 32] float32, trainable"
+    assert lines[1].startswith("  1 role: key (hidden states to keys): ") and "2 heads of 8" in lines[1]
+    assert lines[2:9] == [
+        "  2 group: acts in layers.0.self_attn",
+        "  3 boundary: attention: takes hidden states, mixes them across positions, gives hidden states",
+        "  4 template:",
+        "    shard (2): strided_shard(0, 2): fully sharded data parallelism cuts dim 0, after the other axes; "
+        "its gradient is summed over the axis",
+        "    tensor (2): shard(0): tensor deals out whole heads",
+        "  5 overrides: none",
+        "  6 lint: passes; a plan with a violation is not made",
+    ]
+    assert lines[9:] == [
+        "  unit: layers.0, gathered before forward, freed after forward",
+        "  local shape: [4, 32] on rank 0",
+    ]
+
+
+def test_a_boundary_is_explained_by_its_module():
+    text = plan(decoder(), MESH, BATCH).explain("layers.0.mlp")
+    assert "  1 roles: gate, up, down" in text
+    assert "    in  hidden: shard(1) -> replicate on tensor: all_gather" in text
+
+
+def test_a_tied_name_is_explained_as_its_parameter():
+    text = plan(stored("llama_tied"), MESH).explain("lm_head.weight")
+    assert "  one parameter with model.embed_tokens.weight; model.embed_tokens.weight is its first name" in text
+
+
+def test_an_unknown_name_gets_the_closest_ones():
+    with pytest.raises(PlanError, match="no boundary 'layers.0.self_attn.q_porj.weight'; did you mean 'layers.0.self_attn.q_p"):
+        plan(decoder(), MESH).explain("layers.0.self_attn.q_porj.weight")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_can_be_explained(family):
+    mesh = DeviceMesh((2, 2, 2, 2), ("replicate", "shard", "context", "tensor"))
+    made = plan(stored(family), mesh)
+    for name in (*(each.name for each in made.parameters), *made.tied, *(each.module for each in made.boundaries)):
+        assert made.explain(name).startswith(f"{name}: ")
+
+
+def test_a_plan_without_roles_says_so():
+    text = plan(decoder(), DeviceMesh((2,), ("shard",))).explain("norm.weight")
+    assert "1-3 role, group, boundary: not asked, since only replicate and shard have more than one rank" in text
