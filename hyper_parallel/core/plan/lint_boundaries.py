@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Iterator, Mapping
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.placement import Partial, Replicate
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
+from hyper_parallel.core.plan.placing import has_few_heads
 from hyper_parallel.core.plan.templates import Streams, scopes
 from hyper_parallel.core.plan.violations import Finding
 
@@ -207,11 +208,18 @@ class _Chain:
     def _heads(self) -> Iterator[Finding]:
         """A norm over all heads takes what projections make, and hands on what attention works on."""
         scope_of: Mapping = scopes(self.draft.groups, self.draft.kinds, self.draft.members)
+        assignments = self.draft.roles.assignments
+        few = {
+            each.module
+            for each in self.draft.groups
+            if any(has_few_heads(assignments[name], self.draft.mesh) for name in each.parameters)
+        }
         for module, plan in self.plans.items():
             for side, end in (("inputs", "before"), ("outputs", "after")):
                 for contract in (each for each in getattr(plan, side) if each.name == "heads"):
                     scope = scope_of.get(module)
-                    wanted = self.lies(self.streams.features if scope and scope.cut else self.streams.inside)
+                    cut = scope and scope.cut and module not in few
+                    wanted = self.lies(self.streams.features if cut else self.streams.inside)
                     found = self.lies(getattr(contract, end))
                     if found != wanted:
                         message = f"has heads as ({', '.join(found)}), and attention as ({', '.join(wanted)})"
