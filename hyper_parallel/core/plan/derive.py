@@ -78,7 +78,7 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
             around = Surroundings(mesh, overrides.sequence_parallel, experts.get(each.module))
             placed = place(described[name], roles.assignments[name], around, overrides.placements(name))
             members[name] = Member(described[name], roles.assignments[name], placed)
-    kinds = overrides.boundary_types(boundary_types(groups, roles), groups, members)
+    kinds = overrides.boundary_types(boundary_types(groups, roles), groups)
     scope_of = scopes(groups, kinds, members)
     for each in groups:
         for name in each.parameters:

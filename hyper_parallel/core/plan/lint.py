@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Iterator, Sequence
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.plan.boundaries import boundary_types
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
 from hyper_parallel.core.plan.placing import with_shard
@@ -24,7 +23,7 @@ __all__ = ["Violation", "lint", "report"]
 
 def lint(draft: Draft) -> list[Violation]:
     """Every violation of a draft, alike ones of many layers together."""
-    rules = (_axes, _unknown, _problems, _groups, _placements, _tied, _partners, _roles_taken, _types, lint_boundaries)
+    rules = (_axes, _unknown, _problems, _groups, _placements, _tied, _partners, _roles_taken, lint_boundaries)
     findings = [finding for rule in rules for finding in rule(draft)]
     modules = dict.fromkeys([*(plan.module for plan in draft.boundaries), *draft.kinds, *draft.model.modules])
     names = {
@@ -188,15 +187,3 @@ def _roles_taken(draft: Draft) -> Iterator[Finding]:
         if cut and ROLES[known.role].tensor in ("output", "heads", "input"):
             message = f"stays whole with role: none, while {cut[0]}, which works on the same, is cut over tensor"
             yield Finding("consistent", name, message, name, "{role: auto}", because=known.rule)
-
-
-def _types(draft: Draft) -> Iterator[Finding]:
-    """A type that is set by hand, for parameters that are cut for another one."""
-    if not any(("type",) in fields for fields in draft.overrides.modules.values()):
-        return
-    usual = boundary_types(draft.groups, draft.roles)
-    for each in draft.groups:
-        kind, cut = draft.kinds[each.module], [name for name in each.parameters if draft.members[name].is_cut]
-        if kind != usual[each.module] and cut:
-            message = f"is made {kind}, while {cut[0]} is cut as in {usual[each.module]}"
-            yield Finding("consistent", each.module, message, each.module, "{type: auto}", "boundaries")

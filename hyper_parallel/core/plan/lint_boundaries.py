@@ -214,7 +214,11 @@ class _Chain:
             for each in self.draft.groups
             if any(has_few_heads(assignments[name], self.draft.mesh) for name in each.parameters)
         }
+        members = self.draft.members
+        unplaced = {g.module for g in self.draft.groups if any(members[name].placed.problems for name in g.parameters)}
         for module, plan in self.plans.items():
+            if any(each in unplaced for each in above(module)):
+                continue
             for side, end in (("inputs", "before"), ("outputs", "after")):
                 for contract in (each for each in getattr(plan, side) if each.name == "heads"):
                     scope = scope_of.get(module)

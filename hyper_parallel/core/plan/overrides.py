@@ -20,10 +20,12 @@ from hyper_parallel.core.plan.grouping import Group
 from hyper_parallel.core.plan.model import ModelDescription
 from hyper_parallel.core.plan.override_file import AUTO, Entry, OverrideFile, closest, read_overrides
 from hyper_parallel.core.plan.patterns import matching
-from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.roles import all_names
-from hyper_parallel.core.plan.templates import Member, Streams
+from hyper_parallel.core.plan.templates import Streams
 from hyper_parallel.core.plan.whole import first_parameters
+
+_FAMILIES = ({"mlp", "up", "down"}, {"norm", "projection"}, {"experts", "moe"})
+"""Types whose boundaries carry contracts of one form."""
 
 LENGTH = 4096
 """Tokens of a sequence that traffic is counted for where nothing else is said."""
@@ -90,22 +92,24 @@ class Overrides:
         fields = self.parameters.get(name, {})
         return {path[1]: value for path, value in fields.items() if path[0] == "placements"}
 
-    def boundary_types(
-        self, kinds: Mapping[str, str], groups: Sequence[Group], members: Mapping[str, Member]
-    ) -> dict[str, str]:
+    def boundary_types(self, kinds: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
         """Pass 3 with the types that the user decides.
 
         Raises:
-            PlanError: a type that nothing of the group can make.
+            PlanError: a type that the roles of a group can't make.
         """
         types = dict(kinds)
         problems = []
         for each in groups:
             kind = self.modules.get(each.module, {}).get(("type",), AUTO)
-            if kind not in TYPES or types[each.module] == kind:
+            usual = types[each.module]
+            if kind not in TYPES or kind == usual:
                 continue
-            if reason := _unfit(kind, [members[name] for name in each.parameters]):
-                problems.append(f"{self.sources[each.module]}: type: {each.module} can't be {kind}: {reason}")
+            if not any({kind, usual} <= family for family in _FAMILIES):
+                problems.append(
+                    f"{self.sources[each.module]}: type: {each.module} is {usual} by the roles of its parameters, and "
+                    f"can't be {kind}; give {each.parameters[0]} another role, or declare a region"
+                )
             types[each.module] = kind
         if problems:
             raise PlanError("\n".join(problems))
@@ -189,22 +193,10 @@ def _tokens(file: OverrideFile, mesh: DeviceMesh) -> tuple[int, int]:
     return file.tokens
 
 
-def _unfit(kind: str, own: Sequence[Member]) -> str | None:
-    """Why a group can't be of this type."""
-    if kind in ("attention", "mlp", "up", "down"):
-        if not any(
-            each.assignment.input_dim is not None and ROLES[each.assignment.role].tensor != "vocabulary" for each in own
-        ):
-            return "it has no linear that reads or writes hidden states"
-    elif kind == "wide_norm" and not all(each.description.shape for each in own):
-        return "a norm has at least one dim"
-    return None
-
-
 def _with_regions(
     plans: Sequence[BoundaryPlan], regions: Sequence[str], streams: Streams, order: Mapping[str, int]
 ) -> list[BoundaryPlan]:
-    """The boundaries with those of regions that are none yet: hidden states go in and out as they lie between others."""
+    """The boundaries with those of regions that are none yet: hidden states go in and out as they lie between them."""
     plans = list(plans)
     known = {plan.module for plan in plans}
     for module in regions:
