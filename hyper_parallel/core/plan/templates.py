@@ -111,14 +111,15 @@ def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[s
     cut = {group.module: any(members[name].is_cut for name in group.parameters) for group in groups}
     block_of: dict[str, str] = {}
     for block in _expert_blocks(groups, kinds):
-        inside = [module for module in cut if _is_below(module, block)]
+        inside = [module for module in cut if module == block or _is_below(module, block)]
         block_of |= {module: block for module in inside if module not in block_of}
     found: dict[str, Scope] = {}
     for module, own in cut.items():
         block = block_of.get(module, "")
         if block:
             own = any(cut[each] for each, other in block_of.items() if other == block)
-            found[block] = Scope(block, own)
+            found.setdefault(block, Scope(block, own))
+            block = "" if module == block else block
         elif kinds[module] == "wide_norm":
             around = (each for each in _above(module) if kinds.get(each) == "attention")
             own = any(cut[each] for each in around)
@@ -135,7 +136,7 @@ def boundaries(
     begun: set[str] = set()
     for group in groups:
         scope = scope_of[group.module]
-        if scope.block and scope.block not in begun:
+        if scope.block and scope.block not in begun and scope.block not in kinds:
             begun.add(scope.block)
             plans.append(_expert_block(scope, streams))
         own = [members[name] for name in group.parameters]
@@ -144,10 +145,15 @@ def boundaries(
 
 
 def _expert_blocks(groups: Sequence[Group], kinds: Mapping[str, str]) -> list[str]:
-    """The modules that hold experts and their router as parts."""
+    """The modules that hold experts and their router as parts; where experts are a list, the group of them is one."""
     routers = [group.module for group in groups if kinds[group.module] == "router"]
-    parents = dict.fromkeys(group.module.rpartition(".")[0] for group in groups if kinds[group.module] == "experts")
-    return [parent for parent in parents if parent and any(_is_below(router, parent) for router in routers)]
+    experts = dict.fromkeys(group.module for group in groups if kinds[group.module] == "experts")
+    around = (next((each for each in (module, module.rpartition(".")[0]) if _holds(each, routers)), "") for module in experts)
+    return [block for block in dict.fromkeys(around) if block]
+
+
+def _holds(module: str, others: Sequence[str]) -> bool:
+    return any(_is_below(each, module) for each in others)
 
 
 def _above(module: str) -> Iterator[str]:
@@ -272,7 +278,7 @@ def _router(group: Group, own: list[Member], streams: Streams, scope: Scope) -> 
 
 
 def _experts(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
-    cut = any(m.is_cut for m in own)
+    cut = any(m.is_cut for m in own) if scope.block else scope.cut
     outside = streams.inside if scope.block else streams.outside
     hidden = streams.contract("hidden", outside, streams.inside, pending=cut, inner=bool(scope.block))
     made = streams.pending if cut else streams.inside
