@@ -122,7 +122,7 @@ def _sent(stage: Stage, held: np.ndarray, shares: np.ndarray | None) -> np.ndarr
         return rows.reshape(-1) if stage.row is None else rows[stage.row]
     if stage.pack is None:
         return held
-    return _moved(np.zeros(stage.sent, held.dtype), held, stage.pack)
+    return _moved(_unwritten(stage.sent, held.dtype), held, stage.pack)
 
 
 def _collective(stage: Stage, rank: int, stages: dict[int, Stage], sent: Locals, traffic: Traffic) -> np.ndarray:
@@ -161,13 +161,22 @@ def _finish(stage: Stage, rank: int, held: np.ndarray, received: np.ndarray, sha
     if stage.collective is not None or stage.kind == "share":
         output = received
         if stage.unpack is not None:
-            output = _moved(np.zeros(stage.numel, held.dtype), received, stage.unpack)
+            output = _moved(_output(stage, held.dtype), received, stage.unpack)
             output = _moved(output, held, stage.keep)
     elif stage.kind == "scale":
         output = held
     else:
-        output = _moved(np.zeros(stage.numel, held.dtype), held, stage.keep)
+        output = _moved(_output(stage, held.dtype), held, stage.keep)
     return output if stage.factor == 1.0 else (output * stage.factor).astype(held.dtype)
+
+
+def _output(stage: Stage, dtype: np.dtype) -> np.ndarray:
+    return np.zeros(stage.numel, dtype) if stage.zero else _unwritten(stage.numel, dtype)
+
+
+def _unwritten(numel: int, dtype: np.dtype) -> np.ndarray:
+    """A buffer with anything in it: an element that a program forgets to write is wrong every time."""
+    return np.full(numel, 113).astype(dtype)
 
 
 _REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}

@@ -247,6 +247,8 @@ def test_the_best_way_along_one_axis_is_taken(source, target, expected, received
         ("partial; shard(0)", "replicate; shard(0)", ["all_reduce"], 0, 2 * N),
         ("partial; shard(0)", "shard(1); shard(0)", ["reduce_scatter"], 0, N),
         ("replicate; partial", "replicate; shard(1)", ["reduce_scatter"], 6 * N, 0),
+        ("partial; replicate", "replicate; shard(0)", ["slice", "all_reduce"], 0, 2 * N),
+        ("partial; replicate", "replicate; replicate", ["slice", "all_reduce", "all_gather"], 6 * N, 2 * N),
     ],
 )
 def test_the_slow_tier_carries_as_little_as_can_be(source, target, expected, fast, slow):
@@ -273,6 +275,12 @@ def test_what_stays_pending_is_left_alone_and_so_is_its_gradient(op):
     transition = lower(layout, layout.with_placements([Shard(0), Partial(op)]))
     assert (kinds(transition.steps), kinds(transition.gradient_steps)) == (["slice"], ["all_gather"])
     assert transition.gradient_steps[0].axes == ("shard",)
+
+
+def test_copies_are_cut_before_they_are_summed():
+    mesh = DeviceMesh((2, 4), ("replicate", "shard"))
+    transition = lower(*layouts_of(mesh, (64, 32), "partial; replicate", "replicate; shard(0)"))
+    assert (kinds(transition.steps), transition.bytes(1)[FAST]) == (["slice", "all_reduce"], 2 * N)
 
 
 def test_two_axes_change_one_dim_in_one_exchange():
