@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hyper_parallel import DeviceMesh, plan
+from hyper_parallel import ConfigError, DeviceMesh, backends, parallelize, plan
 from hyper_parallel.backends.mindspore import BACKEND as MINDSPORE  # noqa: F401
+from hyper_parallel.core.plan.model import describe
 from hyper_parallel.models import mindspore_decoder, torch_decoder
 from hyper_parallel.models.config import DecoderConfig
 
@@ -163,3 +164,13 @@ def test_plans_are_equal_byte_for_byte(models, tied, sequence_parallel, tmp_path
         assert plans[0].boundaries and all(each.role for each in plans[0].parameters)
         text = (tmp_path / "torch").read_text()
         assert not [word for word in ("CellList", "Dense", "Cell", "embedding_table", "gamma") if word in text]
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["torch", "mindspore"])
+def test_a_plan_that_can_not_run_yet_is_made_and_then_refused_before_anything_is_changed(place):
+    model = twins(False)[place]
+    made = plan(model, DeviceMesh.from_sizes({"shard": 2, "context": 2, "tensor": 2}))
+    before = describe(model, backends.of_model(model))
+    with pytest.raises(ConfigError, match="running the axes context, tensor is not offered yet"):
+        parallelize(model, made)
+    assert describe(model, backends.of_model(model)) == before

@@ -195,6 +195,17 @@ def test_a_parameter_is_explained_pass_by_pass(tmp_path):
     ]
 
 
+def test_what_an_override_decided_is_remembered(tmp_path):
+    lines = {"parameters": {"lm_head.weight": {"placements": {"tensor": "replicate"}}}}
+    made = plan(decoder(), MESH, lines)
+    assert "    tensor (2): replicate: tensor cuts the vocabulary; here it is whole" in made.explain("lm_head.weight")
+    decided = next(line for line in made.explain("lm_head.weight").splitlines() if line.startswith("  5 overrides: "))
+    assert "lm_head.weight" in decided and "tensor: replicate" in decided
+    assert "  5 overrides: none" in made.explain("norm.weight")
+    made.save(tmp_path / "plan.yaml")
+    assert ShardingPlan.load(tmp_path / "plan.yaml").explain("lm_head.weight") == made.explain("lm_head.weight")
+
+
 def test_a_boundary_is_explained_by_its_module():
     text = plan(decoder(), MESH, BATCH).explain("layers.0.mlp")
     assert "  1 roles: gate, up, down" in text
