@@ -9,7 +9,7 @@ from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
-from hyper_parallel.core.plan.placing import with_shard
+from hyper_parallel.core.plan.placing import DATA_PARALLEL, with_shard
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.roles import assign_roles
 from hyper_parallel.core.plan.templates import Member, scopes
@@ -88,8 +88,9 @@ def _placements(draft: Draft) -> Iterator[Finding]:
         except LayoutError as error:
             yield Finding("layout", name, str(error), name, "{placements: auto}", because=member.assignment.rule)
             continue
-        usual = with_shard(member.description, placements, draft.mesh)
-        wrong = [axis for axis in ("replicate", "shard") if placements.get(axis) != usual.get(axis)]
+        others = {axis: each for axis, each in placements.items() if axis not in DATA_PARALLEL}
+        usual = with_shard(member.description, others, draft.mesh)
+        wrong = [axis for axis in DATA_PARALLEL if placements.get(axis) != usual.get(axis)]
         for axis in wrong:
             found, right = placements.get(axis, "replicate"), usual.get(axis, "replicate")
             message = f"{axis}: {found} is set by hand; fully sharded data parallelism makes it {right}"
@@ -107,7 +108,7 @@ def _tied(draft: Draft) -> Iterator[Finding]:
         if dict(one.placements) != dict(two.placements):
             here, there = _told(one.placements), _told(two.placements)
             axes = [axis for axis in draft.mesh.names if one.placements.get(axis) != two.placements.get(axis)]
-            whole = [axis for axis in axes if axis not in ("replicate", "shard")]
+            whole = [axis for axis in axes if axis not in DATA_PARALLEL]
             fix = f"{{placements: {{{', '.join(f'{axis}: replicate' for axis in whole)}}}}}" if whole else ""
             name = other if any(axis in two.placements for axis in whole) else first
             message = f"is the same tensor as {first}, which is placed as {here}, and it as {there}"
@@ -139,7 +140,7 @@ def _partners(draft: Draft) -> Iterator[Finding]:
         for axis, members in (("tensor", featured), ("expert", dealt)):
             cut = [member for member in members if axis in member.placed.placements]
             whole = [member for member in members if axis not in member.placed.placements]
-            if cut and not any(member.placed.problems for member in cut):
+            if cut and not any(member.placed.problems for member in members):
                 for member in whole:
                     yield _alone(draft, each, member, cut[0], axis)
 

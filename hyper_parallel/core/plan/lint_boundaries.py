@@ -191,19 +191,19 @@ class _Chain:
                     if contract.name == "features":
                         lies = self.lies(getattr(contract, end))
                         ends.setdefault(module.rpartition(".")[0], []).append((plan, side, lies))
+        changed = self.draft.overrides.modules
         for parts in ends.values():
+            first, first_side, usual = parts[0]
             for plan, side, lies in parts[1:]:
-                if lies != parts[0][2]:
-                    first = parts[0][0].module
-                    message = f"has features as ({', '.join(lies)}), and {first} as ({', '.join(parts[0][2])})"
-                    if plan.module in self.draft.overrides.modules or first in self.draft.overrides.modules:
-                        culprit = plan if plan.module in self.draft.overrides.modules else parts[0][0]
-                        yield self._finding(
-                            culprit, message, side, "features", "after" if side == "outputs" else "before"
-                        )
-                    else:
-                        pattern = f"{plan.module}.**"
-                        yield Finding("chain", plan.module, message, pattern, "{placements: {tensor: replicate}}")
+                if lies == usual:
+                    continue
+                message = f"has features as ({', '.join(lies)}), and {first.module} as ({', '.join(usual)})"
+                if plan.module in changed or first.module in changed:
+                    culprit, at = (plan, side) if plan.module in changed else (first, first_side)
+                    yield self._finding(culprit, message, at, "features", "after" if at == "outputs" else "before")
+                else:
+                    pattern = f"{plan.module}.**"
+                    yield Finding("chain", plan.module, message, pattern, "{placements: {tensor: replicate}}")
 
     def _heads(self) -> Iterator[Finding]:
         """A norm over all heads takes what projections make, and hands on what attention works on."""
