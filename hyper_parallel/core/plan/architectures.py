@@ -140,3 +140,6 @@ PACKED_EXPERTS: tuple[PackedExperts, ...] = (
 
 GATED_QUERIES: frozenset[str] = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
 """Attention whose query projection gives, head by head, a query and a gate of the same size."""
+
+RESIDUAL_INSIDE: frozenset[str] = frozenset({"BloomAttention", "BloomMLP", "MptMLP"})
+"""Modules that add hidden states from outside to their result: what is summed up over ranks is their last linear's output alone."""

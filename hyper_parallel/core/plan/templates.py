@@ -13,6 +13,7 @@ from typing import Iterator, Mapping, Sequence
 
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Partial, Replicate, Shard
+from hyper_parallel.core.plan.architectures import RESIDUAL_INSIDE
 from hyper_parallel.core.plan.assignment import Assignment
 from hyper_parallel.core.plan.contracts import (
     FEATURES,
@@ -26,6 +27,7 @@ from hyper_parallel.core.plan.contracts import (
 )
 from hyper_parallel.core.plan.grouping import Group
 from hyper_parallel.core.plan.model import ParameterDescription
+from hyper_parallel.core.plan.names import parse
 from hyper_parallel.core.plan.placing import Placed, has_few_heads
 from hyper_parallel.core.plan.role_rules import ROLES
 
@@ -47,6 +49,12 @@ class Member:
     def tensor(self) -> str:
         """What the tensor axis does to its role."""
         return ROLES[self.assignment.role].tensor
+
+    @property
+    def linear(self) -> str:
+        """The linear that holds it, wrappers and adapters around it included; "" for a factor of an adapter."""
+        name = parse(self.description.name)
+        return "" if name.adapter else name.module(len(name.path))
 
     def width(self, dim: int | None) -> int:
         """Size of one of its dims, 0 when it has none."""
@@ -182,7 +190,7 @@ def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> 
     kind = "attention" if any(ROLES[m.assignment.role].boundary == "attention" for m in own) else "mlp"
     readers = [m for m in own if m.tensor in ("output", "heads", "whole") and m.assignment.input_dim is not None]
     writers = [m for m in own if m.tensor == "input" and m.assignment.input_dim is not None]
-    cut = any(m.is_cut for m in own)
+    cut, adds = any(m.is_cut for m in own), group.class_name in RESIDUAL_INSIDE
     outside = streams.inside if scope.block else streams.outside
     inputs, outputs = [], []
     if readers:
@@ -194,7 +202,7 @@ def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> 
     if writers:
         made = streams.pending if any(m.is_cut for m in writers) else streams.inside
         handed = streams.pending if scope.block and cut else outside
-        outputs.append(streams.contract("hidden", made, handed))
+        outputs.append(streams.contract("hidden", handed if adds else made, handed))
     else:
         width = readers[0].width(readers[0].assignment.output_dim)
         lies = streams.features if cut else streams.inside
@@ -202,25 +210,34 @@ def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> 
     opaque = kind == "attention" and "context" in active(streams.mesh)
     note = "keys and values of the whole sequence are exchanged over context" if opaque else ""
     yield BoundaryPlan(group.module, kind, tuple(inputs), tuple(outputs), "opaque" if opaque else "checked", note)
+    if writers and adds:
+        yield from _summed(writers, streams, made, handed)
     yield from _gathered(own, writers, streams)
+
+
+def _summed(writers: Sequence[Member], streams: Streams, made: ByAxis, handed: ByAxis) -> Iterator[BoundaryPlan]:
+    """The last linear of a module that adds a residual to what it gives: summed up before."""
+    for each in (writer for writer in writers if writer.linear):
+        lies = streams.features if each.is_cut else streams.inside
+        features = streams.contract("features", lies, lies, each.width(each.assignment.input_dim))
+        yield BoundaryPlan(each.linear, "projection", (features,), (streams.contract("hidden", made, handed),))
 
 
 def _gathered(own: Sequence[Member], writers: Sequence[Member], streams: Streams) -> Iterator[BoundaryPlan]:
     """A fused projection whose blocks can't be cut alike: computed in parts, used as a whole."""
     for member in own:
-        if not member.placed.gathers or member.assignment.input_dim is None:
+        if not member.placed.gathers or member.assignment.input_dim is None or not member.linear:
             continue
-        module = member.description.name.rpartition(".")[0]
         width = member.width(member.assignment.output_dim)
         hidden = streams.contract("hidden", streams.inside, streams.inside, pending=True, inner=True)
         whole = streams.contract("features", streams.features, streams.inside, width)
-        yield BoundaryPlan(module, "projection", (hidden,), (whole,))
-        for writer in writers:
+        yield BoundaryPlan(member.linear, "projection", (hidden,), (whole,))
+        for writer in (each for each in writers if each.linear):
             features = streams.contract(
                 "features", streams.inside, streams.features, writer.width(writer.assignment.input_dim)
             )
             summand = streams.contract("hidden", streams.pending, streams.pending)
-            yield BoundaryPlan(writer.description.name.rpartition(".")[0], "projection", (features,), (summand,))
+            yield BoundaryPlan(writer.linear, "projection", (features,), (summand,))
 
 
 def _wide_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
