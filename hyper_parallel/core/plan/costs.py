@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import product
-from math import ceil
+from math import ceil, prod
 from typing import Iterator
 
 import numpy as np
@@ -21,9 +20,9 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Replicate, Shard
 from hyper_parallel.core.plan.contracts import ByAxis, Contract
-from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
+from hyper_parallel.core.plan.plan import ShardingPlan
 from hyper_parallel.core.topology import FAST, Topology
-from hyper_parallel.core.transition import lower
+from hyper_parallel.core.transition import Transition, lower
 from hyper_parallel.core.wire import Step
 
 MOMENTS = 2
@@ -59,44 +58,53 @@ class Memory:
 def memory(plan: ShardingPlan) -> Memory:
     """Add up what ranks keep between steps, with gradients and AdamW's moments in the dtypes of the parameters."""
     counted = Counter((each.shape, tuple(each.placements.items()), each.item_bytes, each.trainable) for each in plan.parameters)
-    kept, trained = (np.zeros(plan.mesh.shape, dtype=object) for _ in range(2))
+    kept, trained, even = np.zeros((1,) * len(plan.mesh.shape), dtype=object), 0, True
     for (shape, placements, size, trainable), count in counted.items():
-        held = _numel_by_place(Layout(plan.mesh, dict(placements), shape)) * (size * count)
-        kept = kept + held
-        trained = trained + held if trainable else trained
-    totals = (kept + (1 + MOMENTS) * trained).reshape(-1)
-    most = int(np.argmax(totals))
-    parameters, gradients = int(kept.reshape(-1)[most]), int(trained.reshape(-1)[most])
-    gathered = (sum(_gathered_bytes(plan, each) for each in plan.members(unit.name)) for unit in plan.units)
+        numel, exact = _numel_by_place(Layout(plan.mesh, dict(placements), shape))
+        kept = kept + numel * (size * count)
+        trained = trained + numel * (size * count * trainable)
+        even = even and exact
+    totals = kept + (1 + MOMENTS) * trained
+    place = np.unravel_index(int(np.argmax(totals)), totals.shape)
+    parameters, gradients = (int(np.broadcast_to(each, totals.shape)[place]) for each in (kept, trained))
+    gathered = _gathered_bytes(plan)
     return Memory(
-        rank=plan.mesh.ranks[most],
+        rank=plan.mesh.rank_at(**dict(zip(plan.mesh.names, map(int, place)))),
         parameters=parameters,
         gradients=gradients,
         optimizer=MOMENTS * gradients,
         whole=sum(each.numel * each.item_bytes for each in plan.parameters),
-        gathered=max(gathered, default=0),
-        even=len(set(totals.tolist())) == 1,
+        gathered=max(gathered.values(), default=0),
+        even=even and len(set(totals.reshape(-1).tolist())) == 1,
     )
 
 
-def _numel_by_place(layout: Layout) -> np.ndarray:
-    """Elements of a rank, by its coordinates; axes that cut nothing have one entry, which stands for all."""
-    cutting = {cut.axis for cuts in layout.cuts for cut in cuts}
-    sizes = [size if axis in cutting else 1 for axis, size in enumerate(layout.mesh.shape)]
-    names = layout.mesh.names
-    counts = np.empty(sizes, dtype=object)
-    for place in product(*map(range, sizes)):
-        counts[place] = layout.local_numel(layout.mesh.rank_at(**dict(zip(names, place))))
-    return counts
+def _numel_by_place(layout: Layout) -> tuple[np.ndarray, bool]:
+    """Elements of a rank by its coordinates, and whether ranks that differ only along other axes hold as many.
+
+    Of an axis that is cut by ceil-chunk the first rank holds the most, and stands for all; along a ragged one every
+    rank counts for itself.
+    """
+    mesh = layout.mesh
+    ragged = {cut.axis for cuts in layout.cuts for cut in cuts if cut.ragged}
+    others = {cut.axis for cuts in layout.cuts for cut in cuts} - ragged
+    counts = np.empty([size if axis in ragged else 1 for axis, size in enumerate(mesh.shape)], dtype=object)
+    for place in np.ndindex(counts.shape):
+        counts[place] = layout.local_numel(mesh.rank_at(**dict(zip(mesh.names, place))))
+    return counts, counts.sum() * prod(mesh.shape[axis] for axis in others) == prod(layout.shape)
 
 
-def _gathered_bytes(plan: ShardingPlan, each: ParameterPlan) -> int:
-    """A parameter while its unit is gathered, on the first rank."""
-    return _local_bytes(plan, each, {axis: placement for axis, placement in each.placements.items() if axis != "shard"})
-
-
-def _local_bytes(plan: ShardingPlan, each: ParameterPlan, placements: dict[str, Placement]) -> int:
-    return Layout(plan.mesh, placements, each.shape).local_numel(plan.mesh.ranks[0]) * each.item_bytes
+def _gathered_bytes(plan: ShardingPlan) -> Counter:
+    """The bytes of each unit while it is gathered, on the first rank."""
+    kinds = Counter((each.unit, each.shape, tuple(each.placements.items()), each.item_bytes) for each in plan.parameters)
+    sizes: dict[tuple, int] = {}
+    units: Counter = Counter()
+    for (unit, shape, placements, size), count in kinds.items():
+        if (shape, placements) not in sizes:
+            kept = {axis: each for axis, each in placements if axis != "shard"}
+            sizes[shape, placements] = Layout(plan.mesh, kept, shape).local_numel(plan.mesh.ranks[0])
+        units[unit] += sizes[shape, placements] * size * count
+    return units
 
 
 # Traffic
@@ -107,7 +115,12 @@ def traffic(plan: ShardingPlan, topology: Topology | None = None) -> tuple[Flow,
 
     Gradients are reduced over the axes in `pending`: scattered over `shard` first, so that other axes carry the piece.
     Activations count for the global batch `plan.tokens`, in the dtype that most trainable elements have.
+
+    Raises:
+        LayoutError: the topology lacks a rank of the mesh.
     """
+    if topology is not None:
+        topology.tier(plan.mesh.ranks)  # refuses a rank that it does not know
     sums: Counter = Counter()
     for what, flows in (("parameters", _parameter_flows(plan, topology)), ("boundaries", _boundary_flows(plan, topology))):
         for kind, axes, tier, count in flows:
@@ -188,7 +201,7 @@ class Crossing:
         return tuple(
             (step.kind, step.axes, tier, Fraction(count, self.mesh.size))
             for step in (*self.forward, *self.backward)
-            for tier, count in step.elements(self.topology).items()
+            for tier, count in Transition(step.before, step.after, (step,)).bytes(1, self.topology).items()
         )
 
 

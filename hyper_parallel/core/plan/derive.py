@@ -9,6 +9,7 @@ from typing import Any, Iterable, Mapping
 from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.boundaries import boundary_types
 from hyper_parallel.core.plan.contracts import BoundaryPlan, active
@@ -119,7 +120,10 @@ def _expert_counts(groups: Iterable[Group], roles: RoleResult) -> dict[str, int]
 def _plan(draft: Draft) -> ShardingPlan:
     unit_of = units_by_parameter(draft.model)
     holder = draft.holder
-    parameters = tuple(_parameter(draft, each, unit_of[each.name], holder) for each in draft.model.parameters)
+    local_shapes = _LocalShapes(draft.mesh)
+    parameters = tuple(
+        _parameter(draft, each, unit_of[each.name], holder[each.name], local_shapes) for each in draft.model.parameters
+    )
     return ShardingPlan(
         model_class=draft.model.class_name,
         mesh=draft.mesh,
@@ -134,10 +138,25 @@ def _plan(draft: Draft) -> ShardingPlan:
     )
 
 
-def _parameter(draft: Draft, described: ParameterDescription, unit: str, holder: Mapping[str, str]) -> ParameterPlan:
+class _LocalShapes:
+    """Local shapes on the first rank, each worked out once: parameters by the thousand share a few dozen layouts."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self._mesh = mesh
+        self._known: dict[tuple, tuple[int, ...]] = {}
+
+    def of(self, placements: Mapping[str, Placement], shape: tuple[int, ...]) -> tuple[int, ...]:
+        key = (shape, tuple(placements.items()))
+        if key not in self._known:
+            self._known[key] = Layout(self._mesh, placements, shape).local_shape(self._mesh.ranks[0])
+        return self._known[key]
+
+
+def _parameter(
+    draft: Draft, described: ParameterDescription, unit: str, boundary: str, local_shapes: _LocalShapes
+) -> ParameterPlan:
     member = draft.members[described.name]
     placements = member.placed.placements
-    layout = Layout(draft.mesh, placements, described.shape)
     return ParameterPlan(
         name=described.name,
         shape=described.shape,
@@ -147,8 +166,8 @@ def _parameter(draft: Draft, described: ParameterDescription, unit: str, holder:
         unit=unit,
         role=member.assignment.role,
         rule=member.assignment.rule,
-        boundary=holder[described.name],
+        boundary=boundary,
         pending=member.placed.pending,
-        local_shape=layout.local_shape(draft.mesh.ranks[0]),
+        local_shape=local_shapes.of(placements, described.shape),
         notes=member.placed.notes,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Iterator, Sequence
 
-from hyper_parallel.core.placement import Replicate
+from hyper_parallel.core.placement import Placement, RaggedShard, Replicate
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
 from hyper_parallel.core.plan.costs import Crossings, Flow, activation_bytes, memory, traffic
 from hyper_parallel.core.plan.folding import fold
@@ -20,7 +20,7 @@ ROOT = "(the model itself)"
 def table(plan: ShardingPlan, topology: Topology | None = None, full: bool = False) -> str:
     """All boundaries, all units with their parameters, and the summary. Modules that are alike are shown once, by their
     range, unless `full`."""
-    parts = [boundary_table(plan, full)] if plan.boundaries else []
+    parts = [boundary_table(plan, topology, full)] if plan.boundaries else []
     return "\n\n".join([*parts, parameter_table(plan, full), summary(plan, topology)])
 
 
@@ -55,9 +55,9 @@ def _traffic_table(flows: Sequence[Flow]) -> str:
 # Boundaries
 
 
-def boundary_table(plan: ShardingPlan, full: bool = False) -> str:
+def boundary_table(plan: ShardingPlan, topology: Topology | None = None, full: bool = False) -> str:
     """Every boundary with its contracts, one line for each tensor, and the steps that its transition takes."""
-    crossings = Crossings(plan.mesh, plan.tokens)
+    crossings = Crossings(plan.mesh, plan.tokens, topology)
     entries = [(each.module, tuple(_boundary_lines(each, crossings))) for each in plan.boundaries]
     lines = [f"boundaries: {_stream_text(plan)}"]
     for module, (head, *contracts) in entries if full else fold(entries):
@@ -146,13 +146,21 @@ def _cells(each: ParameterPlan, roles: bool, other_names: dict[str, list[str]]) 
     yield each.dtype
     if roles:
         yield each.role
-    placement = ", ".join(f"{axis}: {value}" for axis, value in each.placements.items()) or "replicate"
+    placement = ", ".join(f"{axis}: {_short(value)}" for axis, value in each.placements.items()) or "replicate"
     yield placement if each.trainable else f"{placement} (frozen)"
     yield "x".join(map(str, each.local_shape)) or "scalar"
     yield f"{prod(each.local_shape) * each.item_bytes:,}"
     if roles:
         yield ", ".join(axis for axis in each.pending if axis not in DATA_PARALLEL) or "-"
         yield "; ".join(each.notes)
+
+
+def _short(placement: Placement) -> str:
+    """The text form, or, of a ragged shard that gives all to one rank, which one it is."""
+    if isinstance(placement, RaggedShard) and sum(map(bool, placement.local_units)) == 1:
+        units = placement.local_units
+        return f"all on {units.index(max(units))} of {len(units)}"
+    return str(placement)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> str:

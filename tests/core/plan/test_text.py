@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hyper_parallel import DeviceMesh, PlanError, ShardingPlan, plan
+from hyper_parallel import DeviceMesh, LayoutError, PlanError, ShardingPlan, plan
 from hyper_parallel.core.plan.costs import Crossings, Flow, Memory, activation_bytes
 from hyper_parallel.core.plan.folding import fold
 from hyper_parallel.core.topology import Topology
@@ -71,6 +71,31 @@ def test_the_rank_that_holds_the_most_counts():
     assert (uneven.rank, uneven.parameters, uneven.even) == (0, 8, False)
 
 
+def test_experts_one_by_one_are_counted_on_every_expert_rank():
+    """Two of four experts are on each rank, with the embedding and the router."""
+    experts = {f"experts.{n}.{part}_proj.weight": ((8, 8), "Linear") for n in range(4) for part in ("gate", "up", "down")}
+    layer = {f"layers.0.mlp.{name}": value for name, value in ({"gate.weight": ((4, 8), "Router")} | experts).items()}
+    model = by_hand(
+        {"embed_tokens.weight": ((10, 8), "Embedding")} | layer,
+        {"layers": "ModuleList", "layers.0": "Layer", "layers.0.mlp": "SparseMoeBlock", "layers.0.mlp.experts": "ModuleList"}
+        | {f"layers.0.mlp.experts.{n}": "MLP" for n in range(4)},
+        {"hidden_size": 8, "vocab_size": 10, "num_experts": 4},
+    )
+    held = plan(model, DeviceMesh((2,), ("expert",))).memory()
+    assert (held.parameters, held.even) == (4 * (80 + 32 + 2 * 3 * 64), True)
+
+
+def test_many_ranks_are_counted_at_once():
+    held = plan(decoder(), DeviceMesh((2**16,), ("shard",))).memory()
+    one_row_each = 6 * 32 + 48 + 3 * 1 + 2 * 32  # what takes hidden states and what gives them, down, norms, both vocabularies
+    assert (held.rank, held.even, held.parameters) == (0, False, 4 * one_row_each)
+
+
+def test_a_topology_of_too_few_ranks_is_refused():
+    with pytest.raises(LayoutError, match="rank 2 is not in the topology, which has 2 ranks"):
+        plan(decoder(), MESH).traffic(Topology.single_machine(2))
+
+
 def test_what_is_frozen_has_neither_gradient_nor_moments():
     model = decoder()
     frozen = replace(model, parameters=tuple(replace(each, trainable="mlp" in each.name) for each in model.parameters))
@@ -117,8 +142,8 @@ def test_what_a_few_ranks_say_is_what_all_ranks_say(family, sequence_parallel):
     for boundary in made.boundaries:
         for contract in (*boundary.inputs, *boundary.outputs):
             whole = contract.transition(mesh, *made.tokens)
-            counted = [step.elements()["fast"] for step in (*whole.steps, *whole.gradient_steps)]
-            assert sum(count for *_, count in crossings.of(contract).elements) * mesh.size == sum(counted)
+            moved = whole.bytes(1)["fast"] + whole.conjugate.bytes(1)["fast"]
+            assert sum(count for *_, count in crossings.of(contract).elements) * mesh.size == moved
 
 
 def test_activations_count_in_the_dtype_of_most_trainable_elements():
