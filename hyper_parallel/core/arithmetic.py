@@ -37,8 +37,7 @@ def arrange(symbol: str, left: Layout, right: Layout) -> Arrangement:
     """
     if left.mesh != right.mesh:
         raise LayoutError(
-            f"{symbol} needs both sides on one mesh, found {left.mesh} with the ranks {list(left.mesh.ranks)} and "
-            f"{right.mesh} with {list(right.mesh.ranks)}; redistribute one of them"
+            f"{symbol} needs both sides on one mesh, found {left.mesh} and {right.mesh}; redistribute one of them"
         )
     _refuse_nonlinear(symbol, left, right)
     shape = _broadcast(symbol, left.shape, right.shape)

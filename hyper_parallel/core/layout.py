@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Callable, Mapping, NamedTuple, Sequence
+from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -20,6 +20,7 @@ from hyper_parallel.core.placement import (
     Replicate,
     Shard,
     StridedShard,
+    whole_numbers,
 )
 from hyper_parallel.core.regions import (
     Box,
@@ -63,7 +64,8 @@ class Layout:
         mesh: the device mesh.
         placements: one per mesh axis in order, or `{axis name: placement}` where what is not named is replicated.
         shape: the global shape; sizes of zero and 0-d tensors are fine.
-        gradient: `{axis name: Replicate() or Partial()}` for replicated axes; the default above where not named.
+        gradient: `{axis name: Replicate() or Partial()}` for replicated axes, the default above where not named; or
+            the placements of the gradient for all axes in order.
 
     Raises:
         LayoutError: an axis that the mesh lacks, a dim that the tensor lacks, a wrong number of placements, or a
@@ -80,19 +82,18 @@ class Layout:
         mesh: DeviceMesh,
         placements: Placements,
         shape: Sequence[int],
-        gradient: Mapping[str, Placement] | None = None,
+        gradient: Placements | None = None,
     ):
+        if not isinstance(mesh, DeviceMesh):
+            raise LayoutError(f"a layout needs a hyper_parallel.DeviceMesh, found {mesh!r}")
         shape = _checked_shape(shape)
-        resolved = tuple(
-            _resolve(placement, axis, size, shape)
-            for placement, axis, size in zip(_in_order(mesh, placements), mesh.names, mesh.shape)
-        )
+        resolved = _resolved(mesh, in_order(mesh, placements), shape)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", resolved)
         object.__setattr__(self, "shape", shape)
         _check_partial(self)
         object.__setattr__(self, "cuts", _cuts(self))
-        object.__setattr__(self, "gradient_placements", _gradient_placements(self, gradient or {}))
+        object.__setattr__(self, "gradient_placements", _gradient_placements(self, gradient))
         object.__setattr__(self, "_hash", hash((mesh, resolved, shape, self.gradient_placements)))
         object.__setattr__(self, "_pieces", {})
 
@@ -230,7 +231,11 @@ class Layout:
                 raise LayoutError(
                     f"rank {rank} holds a local array of shape {self.local_shape(rank)} by {self}, found {local.shape}"
                 )
-        partial = [axis for axis, each in zip(self.mesh.names, self.placements) if isinstance(each, Partial)]
+        partial = [
+            axis
+            for axis, size, each in zip(self.mesh.names, self.mesh.shape, self.placements)
+            if size > 1 and isinstance(each, Partial)
+        ]
         result = np.zeros(self.shape, dtype=held[self.mesh.ranks[0]].dtype)
         for group in self.mesh.groups(partial):
             if self.copies(group[0])[0] == group[0]:
@@ -299,31 +304,49 @@ def _view(local: np.ndarray, piece: Piece) -> np.ndarray:
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(size) for size in shape)
-    except TypeError as error:
-        raise LayoutError(f"a shape is a list of sizes, found {shape!r}") from error
+    sizes = whole_numbers(shape, "a shape is a list of whole numbers")
     if min(sizes, default=0) < 0:
         raise LayoutError(f"a tensor can't have the shape {list(sizes)}; the least size is 0")
     return sizes
 
 
-def _in_order(mesh: DeviceMesh, placements: Placements) -> tuple[Placement, ...]:
+def in_order(mesh: DeviceMesh, placements: Placements, unnamed: Placement | None = Replicate()) -> tuple:
+    """The placements of the axes of a mesh, in order; `unnamed` where placements by name leave an axis out.
+
+    Raises:
+        LayoutError: they are none, or not those of this mesh.
+    """
     if isinstance(placements, Mapping):
         for axis in placements:
             if axis not in mesh.names:
                 raise LayoutError(f"a placement names the axis {axis!r}, which the mesh {mesh} does not have")
-        placements = [placements.get(axis, Replicate()) for axis in mesh.names]
-    placements = tuple(placements)
-    if len(placements) != len(mesh.names):
-        raise LayoutError(f"the mesh {mesh} needs {len(mesh.names)} placements, found {len(placements)}")
-    return placements
+        found = [placements.get(axis, unnamed) for axis in mesh.names]
+    elif isinstance(placements, (str, bytes, *PLACEMENTS)) or not isinstance(placements, Iterable):
+        raise LayoutError(
+            f"placements are a list with one for each axis, or {{axis: placement}}, found {placements!r}; write for "
+            "example [Shard(0)]"
+        )
+    else:
+        found = list(placements)
+    if len(found) != len(mesh.names):
+        raise LayoutError(f"the mesh {mesh} needs {len(mesh.names)} placements, found {len(found)}")
+    for axis, placement in zip(mesh.names, found):
+        if placement is not unnamed and not isinstance(placement, PLACEMENTS):
+            raise LayoutError(
+                f"axis {axis!r}: {placement!r} is no placement; write for example Shard(0) or Replicate(), or "
+                'parse_placement("shard(0)")'
+            )
+    return tuple(found)
+
+
+def _resolved(mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    return tuple(
+        _resolve(placement, axis, size, shape) for placement, axis, size in zip(placements, mesh.names, mesh.shape)
+    )
 
 
 def _resolve(placement: Placement, axis: str, size: int, shape: tuple[int, ...]) -> Placement:
     """The placement with dims counted from the start."""
-    if not isinstance(placement, PLACEMENTS):
-        raise LayoutError(f"axis {axis!r}: {placement!r} is no placement; write for example Shard(0) or Replicate()")
     if isinstance(placement, Shard):
         return Shard(_dim(placement.dim, placement, axis, shape))
     if isinstance(placement, StridedShard):
@@ -420,18 +443,22 @@ def _refuse_beside_ragged(
             )
 
 
-def _gradient_placements(layout: Layout, gradient: Mapping[str, Placement]) -> tuple[Placement, ...]:
-    for axis in gradient:
+def _gradient_placements(layout: Layout, gradient: Placements | None) -> tuple[Placement, ...]:
+    usual = tuple(map(usual_gradient, layout.placements))
+    if gradient is None:
+        return usual
+    for axis in gradient if isinstance(gradient, Mapping) else ():
         if axis not in layout.mesh.names:
             raise LayoutError(f"a gradient names the axis {axis!r}, which the mesh {layout.mesh} does not have")
     placements = []
-    for axis, placement in zip(layout.mesh.names, layout.placements):
-        usual = usual_gradient(placement)
-        asked = gradient.get(axis, usual)
+    for axis, size, placement, default, asked in zip(
+        layout.mesh.names, layout.mesh.shape, layout.placements, usual, in_order(layout.mesh, gradient, unnamed=None)
+    ):
+        asked = default if asked is None else _resolve(asked, axis, size, layout.shape)
         free = isinstance(placement, Replicate) and asked in (Replicate(), Partial())
-        if asked != usual and not free:
+        if asked != default and not free:
             raise LayoutError(
-                f"axis {axis!r}: the gradient of {placement} is {usual}, found {asked}; "
+                f"axis {axis!r}: the gradient of {placement} is {default}, found {asked}; "
                 "only a replicated tensor has a choice, replicate or partial"
             )
         placements.append(asked)

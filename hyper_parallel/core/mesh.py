@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from operator import index
-from typing import Mapping, Sequence
+from typing import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from hyper_parallel.core.errors import LayoutError
+from hyper_parallel.core.placement import whole_numbers
 
 AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 """Every axis name there is, outermost first."""
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class DeviceMesh:
     """Ranks arranged along named axes.
 
@@ -35,11 +35,11 @@ class DeviceMesh:
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    ranks: tuple[int, ...] = field(repr=False)
+    ranks: tuple[int, ...]
 
     def __init__(self, shape: Sequence[int], names: Sequence[str], ranks: Sequence[int] | None = None):
-        shape, names = _whole_numbers("sizes", shape), tuple(names)
-        ranks = tuple(range(prod(shape))) if ranks is None else _whole_numbers("ranks", ranks)
+        shape, names = whole_numbers(shape, "the sizes of a mesh are whole numbers"), _listed_names(names)
+        ranks = tuple(range(prod(shape))) if ranks is None else whole_numbers(ranks, "ranks of a mesh are whole numbers")
         _check_mesh(shape, names, ranks)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "names", names)
@@ -53,7 +53,30 @@ class DeviceMesh:
         return cls([sizes[name] for name in known + unknown], known + unknown)
 
     def __str__(self) -> str:
+        return self._axes if self._is_counted else f"{self._axes} over the ranks {_short(self.ranks)}"
+
+    def __repr__(self) -> str:
+        ranks = "" if self._is_counted else f", ranks={self.ranks}"
+        return f"DeviceMesh({self.shape}, {self.names}{ranks})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple:
+        return DeviceMesh, (self.shape, self.names, self.ranks)  # a hash of text differs from process to process
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.names, self.ranks))
+
+    @property
+    def _axes(self) -> str:
         return "x".join(f"{name}={size}" for name, size in zip(self.names, self.shape)) or "one rank"
+
+    @cached_property
+    def _is_counted(self) -> bool:
+        """Tell whether the ranks are 0, 1, ... in order, as they are where nothing else is said."""
+        return self.ranks == tuple(range(len(self.ranks)))
 
     @property
     def size(self) -> int:
@@ -80,7 +103,7 @@ class DeviceMesh:
             LayoutError: the rank is not in the mesh.
         """
         if rank not in self._position:
-            raise LayoutError(f"rank {rank} is not in the mesh {self}, which holds the ranks {_short(self.ranks)}")
+            raise LayoutError(f"rank {rank} is not in the mesh {self._axes}, which holds the ranks {_short(self.ranks)}")
         return self._position[rank]
 
     def place(self, rank: int) -> tuple[int, ...]:
@@ -161,11 +184,10 @@ def _check_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: tuple[int
         raise LayoutError(f"ranks of a mesh are distinct and not negative, found {_short(ranks)}")
 
 
-def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
-    try:
-        return tuple(index(value) for value in values)
-    except TypeError as error:
-        raise LayoutError(f"the {what} of a mesh are whole numbers, found {values!r}") from error
+def _listed_names(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise LayoutError(f"the names of a mesh are a list, one for each axis, found {names!r}")
+    return tuple(names)
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -172,6 +172,17 @@ def _several(values: Sequence[int], what: str) -> Sequence[int]:
         raise LayoutError(f"{what} are a list of whole numbers, found {values!r}") from error
 
 
+def whole_numbers(values: Sequence[int], what: str) -> tuple[int, ...]:
+    """The values as ints. Raises `LayoutError`, which begins with `what`, for another thing than whole numbers."""
+    try:
+        numbers = () if isinstance(values, str) else tuple(values)
+        if not isinstance(values, str) and not any(isinstance(each, bool) for each in numbers):
+            return tuple(map(index, numbers))
+    except TypeError:
+        pass
+    raise LayoutError(f"{what}, found {values!r}")
+
+
 def _set(placement: Any, **fields: Any) -> None:
     for name, value in fields.items():
         object.__setattr__(placement, name, value)

@@ -191,8 +191,8 @@ def test_what_is_not_linear_is_refused(symbol, left, right, says):
 def test_shapes_and_meshes_have_to_fit():
     with pytest.raises(LayoutError, match=r"the shapes \[6, 8\] and \[6\] do not fit"):
         arrange("+", layout([R], (6, 8)), layout([R], (6,)))
-    with pytest.raises(LayoutError, match=r"on one mesh, found tensor=4 with the ranks \[0, 1, 2, 3\] and shard=2"):
-        arrange("+", layout([R], (6,)), layout([R], (6,), DeviceMesh((2,), ("shard",))))
+    with pytest.raises(LayoutError, match="on one mesh, found tensor=4 and tensor=4 over the ranks 3, 2, 1, 0"):
+        arrange("+", layout([R], (6,)), layout([R], (6,), DeviceMesh((4,), ("tensor",), ranks=(3, 2, 1, 0))))
     with pytest.raises(LayoutError, match=r"can't repeat a tensor of shape \[1, 8\] along the dims that ragged_shard"):
         arrange("+", layout([RaggedShard((0, 1), (1, 0, 2, 1))], (6, 8)), layout([R], (1, 8)))
 

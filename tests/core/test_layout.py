@@ -277,7 +277,16 @@ TWO_AXES = DeviceMesh((2, 3), ("shard", "tensor"))
         ),
         (["shard(0)", Replicate()], (4,), "axis 'shard': 'shard(0)' is no placement; write for example Shard(0)"),
         ([Replicate(), Replicate()], (4, -1), "a tensor can't have the shape [4, -1]; the least size is 0"),
-        ([Replicate(), Replicate()], 4, "a shape is a list of sizes, found 4"),
+        ([Replicate(), Replicate()], 4, "a shape is a list of whole numbers, found 4"),
+        ([Replicate(), Replicate()], (2.9,), "a shape is a list of whole numbers, found (2.9,)"),
+        ([Replicate(), Replicate()], (True,), "a shape is a list of whole numbers, found (True,)"),
+        ([Replicate(), Replicate()], "43", "a shape is a list of whole numbers, found '43'"),
+        (Shard(0), (4,), "placements are a list with one for each axis, or {axis: placement}, found Shard(dim=0)"),
+        (None, (4,), "placements are a list with one for each axis, or {axis: placement}, found None"),
+        ("shard(0)", (4,), "found 'shard(0)'; write for example [Shard(0)]"),
+        (3, (4,), "placements are a list with one for each axis, or {axis: placement}, found 3"),
+        (["shard(0)", Replicate()], (4,), 'Shard(0) or Replicate(), or parse_placement("shard(0)")'),
+        ([None, Replicate()], (4,), "axis 'shard': None is no placement"),
     ],
 )
 def test_what_has_no_meaning_is_refused_with_axis_and_dim(placements, shape, message):
@@ -302,11 +311,30 @@ def test_linear_reductions_may_be_pending_together(second):
         ),
         (Replicate(), {"shard": Shard(0)}, "axis 'shard': the gradient of replicate is replicate, found shard(0)"),
         (Replicate(), {"context": Partial()}, "a gradient names the axis 'context', which the mesh"),
+        (Replicate(), [Partial()], "the mesh shard=2xtensor=3 needs 2 placements, found 1"),
+        (Replicate(), Partial(), "placements are a list with one for each axis, or {axis: placement}, found Partial"),
+        (Replicate(), {"shard": "partial"}, "axis 'shard': 'partial' is no placement"),
     ],
 )
 def test_a_gradient_that_can_not_be_is_refused(placement, gradient, message):
     with pytest.raises(LayoutError, match=re.escape(message)):
         Layout(TWO_AXES, {"shard": placement}, (4,), gradient)
+
+
+def test_the_gradient_may_be_given_for_all_axes_in_order():
+    by_name = Layout(TWO_AXES, {"tensor": Shard(1)}, (4, 5), {"shard": Partial()})
+    assert Layout(TWO_AXES, {"tensor": Shard(1)}, (4, 5), [Partial(), Shard(-1)]) == by_name
+
+
+@pytest.mark.parametrize("mesh", [None, "shard=2", (2, 3)])
+def test_a_layout_needs_a_mesh(mesh):
+    with pytest.raises(LayoutError, match="a layout needs a hyper_parallel.DeviceMesh, found"):
+        Layout(mesh, [Shard(0)], (4,))
+
+
+def test_sizes_may_be_whole_numbers_of_numpy():
+    shape = Layout(TWO_AXES, {}, np.array([4, 5])).shape
+    assert shape == (4, 5) and all(type(size) is int for size in shape)
 
 
 def test_wrong_arrays_are_refused_with_both_shapes():

@@ -1,5 +1,9 @@
 """Meshes and topologies are pure data."""
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +12,7 @@ from hyper_parallel import DeviceMesh, LayoutError, Topology
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.mesh import AXES
 from hyper_parallel.core.topology import FAST, SLOW
+from tests.pool import REPOSITORY
 
 
 @st.composite
@@ -30,6 +35,46 @@ def test_ranks_lie_in_row_major_order():
     assert mesh.groups(("replicate",)) == ((0, 3), (1, 4), (2, 5))
     assert mesh.groups(("replicate", "shard")) == ((0, 1, 2, 3, 4, 5),)
     assert str(mesh) == "replicate=2xshard=3"
+
+
+def test_ranks_that_are_not_counted_from_zero_are_shown():
+    turned = DeviceMesh((2,), ("tensor",), ranks=(1, 0))
+    assert str(turned) == "tensor=2 over the ranks 1, 0"
+    assert repr(turned) == "DeviceMesh((2,), ('tensor',), ranks=(1, 0))"
+    assert repr(DeviceMesh((2,), ("tensor",))) == "DeviceMesh((2,), ('tensor',))"
+
+
+@given(meshes())
+def test_a_mesh_is_read_back_from_its_text_and_from_a_pickle(mesh):
+    assert eval(repr(mesh)) == mesh and hash(eval(repr(mesh))) == hash(mesh)
+    assert pickle.loads(pickle.dumps(mesh)) == mesh
+
+
+def test_a_pickled_mesh_is_found_among_the_keys_of_another_process():
+    """The hash of text differs from process to process, so none may travel."""
+    mesh = DeviceMesh((2,), ("tensor",))
+    hash(mesh)
+    code = (
+        "import pickle, sys; from hyper_parallel import DeviceMesh; "
+        f"mesh = pickle.loads({pickle.dumps(mesh)!r}); print(mesh in {{DeviceMesh((2,), ('tensor',))}})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "ranks", "says"),
+    [
+        ((True,), ("shard",), None, "the sizes of a mesh are whole numbers, found"),
+        ((2.0,), ("shard",), None, "the sizes of a mesh are whole numbers, found"),
+        ((1,), "shard", None, "the names of a mesh are a list, one for each axis, found 'shard'"),
+        ((1,), None, None, "the names of a mesh are a list, one for each axis, found None"),
+        ((1,), ("shard",), ("0",), "ranks of a mesh are whole numbers, found"),
+    ],
+)
+def test_what_makes_no_mesh_is_refused(shape, names, ranks, says):
+    with pytest.raises(LayoutError, match=says):
+        DeviceMesh(shape, names, ranks)
 
 
 def test_an_absent_axis_is_an_axis_of_size_one():
