@@ -15,6 +15,7 @@ from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, a
 from hyper_parallel.core.plan.placing import has_few_heads
 from hyper_parallel.core.plan.templates import Streams, scopes
 from hyper_parallel.core.plan.violations import Finding
+from hyper_parallel.core.plan.whole import above
 
 if TYPE_CHECKING:
     from hyper_parallel.core.plan.derive import Draft
@@ -51,13 +52,6 @@ def _coverage(draft: Draft) -> Iterator[Finding]:
 
 def _is_taken_away(draft: Draft, module: str) -> bool:
     return draft.overrides.modules.get(module, {}).get(("type",)) == "none"
-
-
-def above(name: str) -> Iterator[str]:
-    """The modules around a name, the innermost first, the model itself ("") last."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _legal(draft: Draft) -> Iterator[Finding]:

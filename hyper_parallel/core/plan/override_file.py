@@ -201,11 +201,11 @@ class _EntryReader:
                 readers[key](value)
             elif key != "when":
                 self.complain(_stranger("key", key, (*allowed, "when")))
-        if not any(key in allowed for key in entry):
+        if not self.problems and not any(key in allowed for key in entry):
             self.complain(f"decides nothing; write {_either(allowed)}")
         if self.problems or not holds:
             return None
-        return Entry(self.section, self.where, pattern, self.fields, _text({pattern: dict(entry)}))
+        return Entry(self.section, self.where, pattern, self.fields, entry_line({pattern: dict(entry)}))
 
     def complain(self, problem: str) -> None:
         """Note what is wrong, and where."""
@@ -313,8 +313,8 @@ def _short(value: Any) -> str:
     return _shortened.repr(value)
 
 
-def _text(values: Mapping[str, Any]) -> str:
-    """The entry on one line."""
+def entry_line(values: Mapping[str, Any]) -> str:
+    """An entry of a mapping on one line."""
     plain = _plain(values)
     return yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=2**20).strip()[1:-1]
 

@@ -22,7 +22,7 @@ from hyper_parallel.core.plan.override_file import AUTO, Entry, OverrideFile, cl
 from hyper_parallel.core.plan.patterns import matching
 from hyper_parallel.core.plan.roles import all_names
 from hyper_parallel.core.plan.templates import Streams
-from hyper_parallel.core.plan.whole import first_parameters
+from hyper_parallel.core.plan.whole import above, first_parameters
 
 _FAMILIES = ({"mlp", "up", "down"}, {"norm", "projection"}, {"experts", "moe"})
 """Types whose boundaries carry contracts of one form."""
@@ -90,7 +90,7 @@ class Overrides:
     def placements(self, name: str) -> Mapping[str, Placement]:
         """Placements that the user decides for one parameter."""
         fields = self.parameters.get(name, {})
-        return {path[1]: value for path, value in fields.items() if path[0] == "placements"}
+        return {path[1]: value for path, value in fields.items() if path[0] == "placements" and value != AUTO}
 
     def boundary_types(self, kinds: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
         """Pass 3 with the types that the user decides.
@@ -122,20 +122,22 @@ class Overrides:
         those of all parameters, in the order of the model."""
         problems: list[str] = []
         plans = _with_regions(plans, self.regions, streams, first_parameters(names))
+        by_module = {plan.module: plan for plan in plans}
         kept = []
         for plan in plans:
             fields = self.modules.get(plan.module)
             if not fields:
                 kept.append(plan)
                 continue
-            kind = fields.get(("type",))
+            kind = fields.get(("type",), AUTO)
             if kind != "none":
-                changed, wrong = _changed(plan, fields, streams)
+                lies = _lies_around(plan.module, by_module, streams)
+                changed, wrong = _changed(plan, fields, lies, streams)
                 kept.append(changed)
-                if kind and plan.module not in kinds:
+                if kind != AUTO and plan.module not in kinds:
                     wrong.append(f"type: that of a {plan.kind} follows from its parts; write auto or none")
                 problems.extend(f"{self.sources[plan.module]}: {plan.module}: {each}" for each in wrong)
-        known = {plan.module for plan in plans}
+        known = set(by_module)
         for where, modules in self.reach.items():
             if not known & set(modules):
                 problems.append(f"{where}: {modules[0]} is no boundary{closest(modules[0], known)}")
@@ -167,9 +169,7 @@ class _Applied:
         into = self.parameters if entry.section == "parameters" else self.modules
         fields = into.setdefault(name, {})
         for path, value in entry.fields.items():
-            fields.pop(path, None)
-            if value != AUTO:
-                fields[path] = value
+            fields[path] = value
         self.lines.setdefault(name, []).append(f"{entry.section}: {entry.text}")
         self.sources[name] = entry.where
         if entry.section == "regions":
@@ -178,7 +178,8 @@ class _Applied:
     def roles(self) -> dict[str, tuple[str, str]]:
         """The roles that are set; `none` is a parameter that stays whole."""
         found = {name: fields[("role",)] for name, fields in self.parameters.items() if ("role",) in fields}
-        return {name: ("whole" if role == "none" else role, "an override") for name, role in found.items()}
+        named = {name: "whole" if role == "none" else role for name, role in found.items() if role != AUTO}
+        return {name: (role, "an override") for name, role in named.items()}
 
 
 def _tokens(file: OverrideFile, mesh: DeviceMesh) -> tuple[int, int]:
@@ -196,20 +197,30 @@ def _tokens(file: OverrideFile, mesh: DeviceMesh) -> tuple[int, int]:
 def _with_regions(
     plans: Sequence[BoundaryPlan], regions: Sequence[str], streams: Streams, order: Mapping[str, int]
 ) -> list[BoundaryPlan]:
-    """The boundaries with those of regions that are none yet: hidden states go in and out as they lie between them."""
+    """The boundaries with those of regions that are none yet: hidden states go in and out as they lie between
+    them. Inside of another boundary nothing is known of what goes in and out."""
     plans = list(plans)
     known = {plan.module for plan in plans}
     for module in regions:
         if module not in known:
             place = order.get(module, 0)
             at = next((i for i, plan in enumerate(plans) if order.get(plan.module, -1) > place), len(plans))
-            hidden = streams.contract("hidden", streams.outside, streams.outside)
-            plans.insert(at, BoundaryPlan(module, "region", (hidden,), (hidden,), "transparent"))
+            inner = any(each in known for each in above(module))
+            hidden = () if inner else (streams.contract("hidden", streams.outside, streams.outside),)
+            plans.insert(at, BoundaryPlan(module, "region", hidden, hidden, "transparent"))
     return plans
 
 
-def _changed(plan: BoundaryPlan, fields: Fields, streams: Streams) -> tuple[BoundaryPlan, list[str]]:
-    """One boundary with the fields of its entries, and which of them it can't have."""
+def _lies_around(module: str, plans: Mapping[str, BoundaryPlan], streams: Streams) -> ByAxis:
+    """How hidden states lie around a module: as the boundary around it wants them, or as between boundaries."""
+    around = next((plans[each] for each in above(module) if each in plans), None)
+    taken = next((each.after for each in around.inputs if each.name == "hidden"), None) if around else None
+    return streams.outside if taken is None else taken
+
+
+def _changed(plan: BoundaryPlan, fields: Fields, lies: ByAxis, streams: Streams) -> tuple[BoundaryPlan, list[str]]:
+    """One boundary with the fields of its entries, and which of them it can't have. Further tensors of a region lie as
+    `lies` says."""
     sides, wrong = {}, []
     for side in ("inputs", "outputs"):
         mine: dict[str, Fields] = {}
@@ -221,16 +232,17 @@ def _changed(plan: BoundaryPlan, fields: Fields, streams: Streams) -> tuple[Boun
             if name not in contracts and plan.kind != "region":
                 wrong.append(f"it has no {side[:-1]} {name!r}; write {' or '.join(contracts) or 'none'}")
                 continue
-            known = contracts.get(name) or streams.contract(name, streams.outside, streams.outside)
+            known = contracts.get(name) or streams.contract(name, lies, lies)
             contracts[name] = _contract(known, changes, active(streams.mesh))
         sides[side] = tuple(contracts.values())
-    region = fields.get(("kind",), plan.region)
-    return replace(plan, region=region, **sides), wrong
+    region = fields.get(("kind",), AUTO)
+    return replace(plan, region=plan.region if region == AUTO else region, **sides), wrong
 
 
 def _contract(contract: Contract, changes: Fields, axes: Sequence[str]) -> Contract:
     """A contract with other layouts on axes of more than one rank. Where only the tensor's is given, the gradient's is
     the usual one on that axis."""
+    changes = {path: value for path, value in changes.items() if value != AUTO}
     sizes = {path[0]: value for path, value in changes.items() if len(path) == 1}
     layouts: dict[str, dict[str, Placement]] = {}
     for (side, axis), value in ((path, value) for path, value in changes.items() if len(path) == 2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
 from typing import Any, Iterable
 
 
@@ -23,15 +21,25 @@ def _fits(pattern: list[str], name: list[str]) -> bool:
             first = reached.index(True) if True in reached else len(reached)
             reached = [index >= first for index in range(len(reached))]
         else:
-            fits = _segment(segment)
-            reached = [False] + [before and bool(fits(own)) for before, own in zip(reached, name)]
+            reached = [False] + [before and _segment_fits(segment, own) for before, own in zip(reached, name)]
     return reached[-1]
 
 
-@lru_cache(maxsize=4096)
-def _segment(segment: str):
-    parts = [re.escape(part) for part in re.split(r"\*+", segment)]
-    return re.compile("[^.]*?".join(parts), re.DOTALL).fullmatch
+def _segment_fits(segment: str, own: str) -> bool:
+    """One segment against one of a name: the parts between stars in their order, each as early as it can stand."""
+    first, *parts = segment.split("*")
+    if not parts:
+        return own == segment
+    last = parts.pop()
+    if not (own.startswith(first) and own.endswith(last) and len(own) >= len(first) + len(last)):
+        return False
+    at, end = len(first), len(own) - len(last)
+    for part in parts:
+        found = own.find(part, at, end)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
 
 
 def problem_of(pattern: Any) -> str | None:

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Iterable, Mapping, Sequence
 
+import yaml
+
 from hyper_parallel.core.plan.patterns import matching
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_](?:[\w.*-]*[\w*])?", re.ASCII)
@@ -93,12 +95,33 @@ def _key(pattern: str) -> str:
 def report(violations: Sequence[Violation]) -> str:
     """All violations, and, where several lines mend them, all lines as one override file."""
     told = [str(each) for each in violations]
-    sections: dict[str, dict[str, None]] = {}
+    lines = {(each.section, line) for each in violations for line in each.line.split("\n") if line}
+    if len(lines) > 1:
+        told.append("all lines together, as an override file:")
+        for section, entries in _merged(violations).items():
+            told += [f"  {section}:", *(f"    {_key(pattern)}: {_flow(entry)}" for pattern, entry in entries.items())]
+    return "\n".join(told)
+
+
+def _merged(violations: Sequence[Violation]) -> dict[str, dict[str, dict]]:
+    """The lines of each section by pattern, each pattern once."""
+    sections: dict[str, dict[str, dict]] = {}
     for each in violations:
         for line in each.line.split("\n") if each.line else ():
-            sections.setdefault(each.section, {})[line] = None
-    if sum(map(len, sections.values())) > 1:
-        told.append("all lines together, as an override file:")
-        for section, lines in sections.items():
-            told += [f"  {section}:", *(f"    {line}" for line in lines)]
-    return "\n".join(told)
+            for pattern, entry in yaml.safe_load(line).items():
+                _merge(sections.setdefault(each.section, {}).setdefault(pattern, {}), entry)
+    return sections
+
+
+def _merge(into: dict, entry: Mapping) -> None:
+    for key, value in entry.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _flow(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)}: {_flow(each)}" for key, each in value.items()) + "}"
+    return str(value)

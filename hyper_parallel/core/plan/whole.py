@@ -40,23 +40,23 @@ def whole_places(model: ModelDescription, roles: RoleResult, kinds: Mapping[str,
     if not whole:
         return {}
     others = {name for name in (*roles.assignments, *roles.unknown)} - set(whole)
-    mixed = {above for name in others for above in _above(name)}
+    mixed = {module for name in others for module in above(name)}
     return {name: _place(name, mixed, model, kinds) for name in whole}
 
 
 def _place(name: str, mixed: set[str], model: ModelDescription, kinds: Mapping[str, str]) -> Place:
-    around = next((each for each in _above(name) if each and kinds.get(each, "whole") != "whole"), "")
+    around = next((each for each in above(name) if each and kinds.get(each, "whole") != "whole"), "")
     if around:
         return Place(inside=around)
     listed = False
-    for module in reversed(list(_above(name))):
+    for module in reversed(list(above(name))):
         listed = listed or module.rpartition(".")[2].isdigit()
         if listed and module not in mixed and model.modules.get(module) not in LIST_CLASSES:
             return Place(module)
     return Place()
 
 
-def _above(name: str) -> Iterator[str]:
+def above(name: str) -> Iterator[str]:
     """The modules around a parameter, the innermost first, the model itself ("") last."""
     while name:
         name = name.rpartition(".")[0]
@@ -96,7 +96,7 @@ def first_parameters(names: Iterable[str]) -> dict[str, int]:
     """The number of the first parameter below each module."""
     order: dict[str, int] = {}
     for number, name in enumerate(names):
-        for module in _above(name):
+        for module in above(name):
             order.setdefault(module, number)
     return order
 

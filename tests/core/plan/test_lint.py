@@ -52,8 +52,8 @@ def test_an_unknown_parameter_is_told_with_what_was_tried():
     assert {each.rule for each in found} == {"unknown"}
     told = {each.where: str(each) for each in found}
     assert told["backbone.layers.0.mixer.conv1d.weight"] == (
-        "[unknown] backbone.layers.0.mixer.conv1d.weight and 1 more like it: no rule knows 'conv1d.weight', [64, 1, 4] of "
-        "a Conv1d in a MambaMixer; write below `parameters:`\n"
+        "[unknown] backbone.layers.0.mixer.conv1d.weight and 1 more like it: no rule knows 'conv1d.weight', [64, 1, 4] "
+        "of a Conv1d in a MambaMixer; write below `parameters:`\n"
         "    backbone.layers.*.mixer.conv1d.weight: {role: none}"
     )
 
@@ -109,8 +109,8 @@ def test_heads_that_cannot_be_dealt_out(name):
 def test_heads_are_told_with_the_rule_that_led_there():
     found = mended("llama", {"tensor": 3})
     assert str(found[0]) == (
-        "[heads] model.layers.0.self_attn.q_proj.weight and 1 more like it: 4 heads can't be dealt out to 3 tensor ranks "
-        f"({found[0].because}); write below `parameters:`\n    model.layers.*.self_attn.**: {WHOLE}"
+        "[heads] model.layers.0.self_attn.q_proj.weight and 1 more like it: 4 heads can't be dealt out to 3 tensor "
+        f"ranks ({found[0].because}); write below `parameters:`\n    model.layers.*.self_attn.**: {WHOLE}"
     )
     assert "is a query: out 32 = 4 heads of 8" in found[0].because
 
@@ -219,8 +219,8 @@ def test_a_broken_chain(case):
 def test_a_broken_chain_names_both_ends_and_the_layouts():
     (found,) = mended("llama", TWO, CHAINS["what is handed on without a taker"][1])
     assert str(found) == (
-        "[chain] model.layers.0.mlp: hands on hidden states as (tensor: replicate), and no neighbour takes them so; they "
-        "lie as (tensor: shard(1)); write below `boundaries:`\n"
+        "[chain] model.layers.0.mlp: hands on hidden states as (tensor: replicate), and no neighbour takes them so; "
+        "they lie as (tensor: shard(1)); write below `boundaries:`\n"
         "    model.layers.0.mlp: {outputs: {hidden: {after: auto}}}"
     )
     (found,) = mended("mixtral", TWO, CHAINS["experts in a block"][1])
@@ -278,7 +278,8 @@ def test_a_pipeline_is_not_planned():
     (found,) = wrong("llama", {"pipeline": 2, "tensor": 2})
     assert (found.rule, found.where) == ("axis", "")
     assert str(found) == (
-        "[axis] the model itself: the mesh pipeline=2xtensor=2 has a pipeline, which is not planned; leave that axis out"
+        "[axis] the model itself: the mesh pipeline=2xtensor=2 has a pipeline, which is not planned; leave that axis "
+        "out"
     )
 
 
@@ -301,7 +302,8 @@ def test_tied_parameters_whose_gradients_differ():
     (found,) = lint(draft)
     assert (found.rule, found.message) == (
         "tied",
-        "is the same tensor as model.embed_tokens.weight, whose gradient is pending over no axis, and its own over tensor",
+        "is the same tensor as model.embed_tokens.weight, whose gradient is pending over no axis, and its own over "
+        "tensor",
     )
 
 
@@ -362,7 +364,8 @@ def test_a_role_taken_from_one_of_several():
     (found,) = mended("llama", TWO, asked)
     assert (found.rule, found.line) == ("consistent", "model.layers.*.mlp.gate_proj.weight: {role: auto}")
     assert found.message == (
-        "stays whole with role: none, while model.layers.0.mlp.up_proj.weight, which works on the same, is cut over tensor"
+        "stays whole with role: none, while model.layers.0.mlp.up_proj.weight, which works on the same, is cut over "
+        "tensor"
     )
 
 
