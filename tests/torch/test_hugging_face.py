@@ -1,0 +1,176 @@
+"""Plans of Hugging Face's models, carried out: every rank runs the unmodified forward on its part, and all of it together is the model."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hyper_parallel as hp
+from tests.torch.all_ranks import double_precision, gradients_of_all_ranks
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEAD = {"head_dim": 8}
+EACH = {"num_key_value_heads": 4}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+SHARED = {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = EACH | {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+SHORT = EACH | {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 4}
+
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", HEAD),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with tied embeddings": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", HEAD),
+    "mixtral": ("mixtral", EXPERTS),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", HEAD),
+    "qwen3_moe": ("qwen3_moe", HEAD | EXPERTS),
+    "deepseek_v2": ("deepseek_v2", EXPERTS | LATENT | SHARED | {"head_dim": 4}),
+    "deepseek_v3": ("deepseek_v3", EXPERTS | LATENT | SHARED),
+    "glm4": ("glm4", HEAD | {"attention_bias": True}),
+    "glm4_moe": ("glm4_moe", HEAD | EXPERTS | SHARED | {"use_qk_norm": True}),
+    "gemma2": ("gemma2", HEAD),
+    "gemma3": ("gemma3_text", HEAD),
+    "phi3": ("phi3", {}),
+    "gpt2": ("gpt2", SHORT),
+    "gpt_neox": ("gpt_neox", {}),
+    "falcon with one key": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1}),
+    "falcon with groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 4}),
+    "olmo2": ("olmo2", {}),
+    "gpt_oss": ("gpt_oss", HEAD | EXPERTS),
+}
+"""Those that have to be planned without an override: on two and four ranks, with sequence parallelism and without."""
+
+OTHERS: dict[str, tuple[str, dict]] = {
+    name: (name, sizes)
+    for sizes, names in (
+        (
+            {},
+            "arcee cohere cohere2 cwm ernie4_5 exaone exaone4 gemma glm granite granite_swa hyperclovax internlm3 "
+            "iquestcoder jais2 lfm2 ministral3 nanochat olmo olmo3 persimmon phi seed_oss smollm3 stablelm starcoder2 "
+            "vaultgemma",
+        ),
+        (EACH, "biogpt"),
+        (HEAD, "helium hunyuan_v1_dense ministral nemotron"),
+        (
+            EXPERTS,
+            "afmoe aria_text cohere2_moe ernie4_5_moe exaone_moe flex_olmo granitemoe granitemoe_swa granitemoeshared "
+            "hy_v3 llama4_text mellum minimax_m2 olmoe phimoe qwen2_moe sarvam_moe solar_open",
+        ),
+        (EXPERTS | LATENT | SHARED, "flint glm4_moe_lite sarvam_mla"),
+        (LATENT, "minicpm3 youtu"),
+        (SHORT, "gpt_bigcode gptj openai-gpt"),
+        (EACH | {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "gpt_neo"),
+        (EACH | {"ffn_dim": 48, "word_embed_proj_dim": 32}, "opt"),
+        (EACH | {"n_head": 4, "n_layer": 2}, "bloom"),
+        (EACH | {"d_model": 32, "n_heads": 4, "n_layers": 2}, "mpt"),
+        (HEAD | EXPERTS | SHARED | {"max_window_layers": 2, "sliding_window": None}, "dots1"),
+        (HEAD | {"num_experts": 4, "moe_topk": 2}, "hunyuan_v1_moe"),
+        (EXPERTS | {"layer_types": ["full_attention"] * 2}, "lfm2_moe"),
+    )
+    for name in names.split()
+}
+
+READ_THE_LENGTH = {"gpt2", "openai-gpt", "bloom", "mpt"}
+"""Their code between modules reads the number of tokens off hidden states, so that it must find all of them there."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread_for_each_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(model_type: str, sizes: dict) -> torch.nn.Module:
+    config = AutoConfig.for_model(model_type, **(SIZES | sizes))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    if any("experts" in name for name, _ in model.named_modules()):
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.1)  # norms and biases too: none may look like another
+    return model
+
+
+def inputs_for(model: torch.nn.Module) -> dict:
+    """Tokens with positions and masks of the whole sequence, in the form that the model reads."""
+    tokens, (samples, length) = torch.randint(1, 96, (2, 8)), (2, 8)
+    causal = torch.full((length, length), -1e9).triu(1).expand(samples, 1, length, length)
+    inputs = {"input_ids": tokens, "position_ids": torch.arange(length).expand(samples, length), "use_cache": False}
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        del inputs["position_ids"]
+    if model.config.model_type in ("bloom", "mpt", "openai-gpt"):  # these make slopes out of it, or a mask of their own
+        return inputs | {"attention_mask": torch.ones(samples, length, dtype=torch.long)}
+    kinds = set(getattr(model.config, "layer_types", None) or ()) & {"full_attention", "sliding_attention"}
+    by_kind = inspect.getsource(type(model.base_model)).count("causal_mask_mapping") and kinds
+    return inputs | {"attention_mask": dict.fromkeys(kinds, causal) if by_kind else causal}
+
+
+def hold_against_the_model(model_type: str, sizes: dict, ranks: int, sequence_parallel: bool) -> None:
+    with double_precision():
+        model = build(model_type, sizes)
+        plan = hp.plan(model, hp.DeviceMesh.from_sizes({"tensor": ranks}), {"sequence_parallel": sequence_parallel})
+        inputs, weights = inputs_for(model), torch.randn(2, 8, 96)
+        logits = model(**inputs).logits
+        (logits * weights).sum().backward()
+        for rank, (found, gradients) in enumerate(gradients_of_all_ranks(model, plan, inputs, weights, ranks)):
+            assert close(found, logits), f"rank {rank}: logits"
+            for name, parameter in model.named_parameters():
+                whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                expected = torch.from_numpy(plan.layout(name).shard(whole.numpy(), rank))
+                assert close(gradients[name], expected), f"rank {rank}: gradient of {name}"
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Norms and softmax work in float32 inside, so what differs in rounding differs by some 1e-7 of the largest; what is
+    cut wrongly or counted twice differs by as much as it is."""
+    if found.shape != expected.shape:
+        return False
+    scale = max(expected.abs().max().item() if expected.numel() else 0.0, 1e-3)
+    return bool(((found - expected).abs() <= 1e-5 * scale).all())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_ranks_together_are_the_model(family, ranks, sequence_parallel):
+    model_type, sizes = FAMILIES[family]
+    if sequence_parallel and model_type in READ_THE_LENGTH:
+        with pytest.raises(RuntimeError, match="shape|size"):  # never silently
+            hold_against_the_model(model_type, sizes, ranks, sequence_parallel)
+    else:
+        hold_against_the_model(model_type, sizes, ranks, sequence_parallel)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_too(name):
+    hold_against_the_model(*OTHERS[name], ranks=2, sequence_parallel=name not in READ_THE_LENGTH)
