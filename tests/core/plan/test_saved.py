@@ -72,7 +72,7 @@ def test_a_changed_file_is_refused_or_is_a_plan(data, start):
         if how == "drop" or (how == "rename" and isinstance(holder, list)):
             del holder[key]
         elif how == "junk":
-            holder[key] = data.draw(JUNK)
+            holder[key] = copy.deepcopy(data.draw(JUNK))
         else:
             holder[data.draw(st.sampled_from([1, "x", "", None, "tensor"]))] = holder.pop(key)
         if not values:
