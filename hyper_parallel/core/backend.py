@@ -46,7 +46,11 @@ class Tensors(Protocol):
         """A new tensor on this process's device holding a copy of `array`, cast to `dtype` when given."""
 
     def to_numpy(self, tensor: Tensor) -> np.ndarray:
-        """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
+        """A copy on the host, without autograd history; bfloat16, and what else numpy lacks, comes back in a wider
+        dtype (exact)."""
+
+    def repeats_elements(self, tensor: Tensor) -> bool:
+        """Tell whether elements of different places are one in memory, so that they can't be overwritten."""
 
     def has_values(self, tensor: Tensor) -> bool:
         """False for a tensor of the meta device, which has a shape only."""
@@ -64,7 +68,7 @@ class Tensors(Protocol):
         """A new 1-D tensor of the dtype and on the device of `like`; contents undefined unless `zero`."""
 
     def zero_(self, tensor: Tensor) -> None:
-        """Fill a contiguous tensor, possibly an alias, with zeros."""
+        """Fill a tensor, of any strides, possibly an alias, with zeros."""
 
     def flat(self, tensor: Tensor) -> Tensor:
         """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
@@ -78,10 +82,13 @@ class Tensors(Protocol):
         saves) a copy, so that what is to be released must fill its buffer."""
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
+        """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast."""
 
     def scale_(self, tensor: Tensor, factor: float) -> None:
         """Multiply a tensor, possibly an alias, in place."""
+
+    def divide_(self, tensor: Tensor, divisor: int) -> None:
+        """Divide a contiguous floating-point tensor, possibly an alias, in place, each element rounded once."""
 
     def add_(self, tensor: Tensor, other: Tensor) -> None:
         """Add `other`, of the same shape, to a contiguous tensor, possibly an alias, in place."""
@@ -243,6 +250,18 @@ class Autograd(Protocol):
     def requires_grad(self, tensor: Tensor) -> bool:
         """Tell whether `tensor` is the result of a recorded operation, so that a gradient flows through it. A leaf is
         none: its gradient can be complete before those of other things that a module computes."""
+
+    def takes_part(self, tensor: Tensor) -> bool:
+        """Tell whether a gradient flows to `tensor`: a recorded result, or a leaf that asks for one."""
+
+    def is_leaf(self, tensor: Tensor) -> bool:
+        """Tell whether `tensor` is one that training asks a gradient for: no result, and in MindSpore a parameter."""
+
+    def as_leaf(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """A leaf with the values of `tensor` that asks for a gradient; a parameter where `like` is one."""
+
+    def deep_copy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        """What `copy.deepcopy(tensor, memo)` promises: a tensor over memory of its own, a leaf where this is one."""
 
     def attach(
         self,

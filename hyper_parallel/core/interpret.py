@@ -156,7 +156,7 @@ def _finish(stage: Stage, rank: int, held: np.ndarray, received: np.ndarray, sha
         rows = received.reshape(stage.reduction.rows, -1)
         received = _REDUCE[stage.reduction.op](rows, axis=0)
         if keep and stage.reduction.op != "sum":
-            equal = rows == received
+            equal = (rows == received) | (np.isnan(rows) & np.isnan(received))
             shares[rank] = equal / np.maximum(equal.sum(axis=0), 1)
     if stage.collective is not None or stage.kind == "share":
         output = received
@@ -167,7 +167,9 @@ def _finish(stage: Stage, rank: int, held: np.ndarray, received: np.ndarray, sha
         output = held
     else:
         output = _moved(_output(stage, held.dtype), held, stage.keep)
-    return output if stage.factor == 1.0 else (output * stage.factor).astype(held.dtype)
+    if stage.factor == stage.divisor == 1:
+        return output
+    return (output * stage.factor / stage.divisor).astype(held.dtype)
 
 
 def _output(stage: Stage, dtype: np.dtype) -> np.ndarray:

@@ -16,6 +16,7 @@ from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hyper_parallel.core.topology import FAST, SLOW, Topology
+from hyper_parallel.core.traffic import elements, volume
 from hyper_parallel.core.wire import Step
 
 SLOW_COST = 10
@@ -45,8 +46,8 @@ def cheapest_path(source: Layout, target: Layout, topology: Topology | None) -> 
 def _cost(path: Path, topology: Topology | None) -> tuple[int, int, int]:
     moved = 0
     for step in path:
-        elements = step.elements(topology)
-        moved += elements[FAST] + SLOW_COST * elements[SLOW]
+        crossing = elements(step, topology)
+        moved += crossing[FAST] + SLOW_COST * crossing[SLOW]
     return moved, sum(step.travels for step in path), len(path)
 
 
@@ -78,15 +79,21 @@ def _paths(source: Layout, target: Layout, topology: Topology | None) -> Iterato
     pending = {axis: placement for axis, placement in enumerate(source.placements) if isinstance(placement, Partial)}
     sizes = source.mesh.shape
     division = prod(sizes[axis] for axis in reduced if pending[axis].op == "avg")
-    factor, start, end = 1.0, list(source.placements), list(target.placements)
+    factor, divisor, start, end = 1, 1, list(source.placements), list(target.placements)
     for axis, placement in pending.items():
         if placement.op in ("sum", "avg"):
             start[axis] = Partial()
             if axis not in reduced:
                 end[axis] = Partial()
-                factor *= _factor(placement.op, target.placements[axis].op, sizes[axis])
+                factor *= sizes[axis] if (placement.op, target.placements[axis].op) == ("sum", "avg") else 1
+                divisor *= sizes[axis] if (placement.op, target.placements[axis].op) == ("avg", "sum") else 1
+    for axis, placement in enumerate(target.placements):
+        if placement == Partial("avg") and _splits(start[axis]):
+            # A part among zeros, so many times as there are ranks, is on average that part.
+            end[axis] = Partial()
+            factor *= sizes[axis]
     before, after = source.with_placements(start), source.with_placements(end)
-    scaled = () if factor == 1.0 else (Step("scale", (), after, target, factor=factor),)
+    scaled = () if factor == divisor else (Step("scale", (), after, target, factor=factor, divisor=divisor),)
     if not reduced:
         for path in _exchanges(before, after, topology):
             yield path + scaled
@@ -99,13 +106,6 @@ def _paths(source: Layout, target: Layout, topology: Topology | None) -> Iterato
 def _stays_pending(before: Partial, after: Placement) -> bool:
     linear = ("sum", "avg")
     return isinstance(after, Partial) and (before.op == after.op or (before.op in linear and after.op in linear))
-
-
-def _factor(before: str, after: str, size: int) -> float:
-    """What a contribution is multiplied by when the pending reduction changes."""
-    if before == after:
-        return 1.0
-    return float(size) if after == "avg" else 1.0 / size
 
 
 def _exchanges(before: Layout, after: Layout, topology: Topology | None) -> Iterator[Path]:
@@ -165,7 +165,7 @@ def _exchange(before: Layout, after: Layout, topology: Topology | None = None) -
         return step
     step = Step(_exchange_kind(before, after, axes), axes, before, after, topology=topology)
     # Cuts that coincide, as on a tensor smaller than the mesh, can leave nothing to send.
-    return step if any(step.elements().values()) else replace(step, kind="pad" if padded else "slice", axes=())
+    return step if any(elements(step).values()) else replace(step, kind="pad" if padded else "slice", axes=())
 
 
 def _splits(placement: Placement) -> bool:
@@ -237,8 +237,10 @@ def _goals(base: Layout, after: Layout, reduced: Sequence[int], topology: Topolo
     every: list[Placement] = list(base.placements)
     for axis in reduced:
         last[axis] = every[axis] = Replicate()
+    elsewhere = list(every)
     for axis in reduced:
         placement = after.placements[axis]
+        _cut_last(base, elsewhere, axis, _best_dim(base, elsewhere, axis))
         if _splits(placement):
             dim = placement.dims[0] if isinstance(placement, RaggedShard) else placement.dim
             _cut_last(base, last, axis, dim)
@@ -248,6 +250,7 @@ def _goals(base: Layout, after: Layout, reduced: Sequence[int], topology: Topolo
     yield from _legal(base, last)
     yield from _legal(base, [Replicate() if axis in reduced else each for axis, each in enumerate(base.placements)])
     yield from _legal(base, every)
+    yield from _legal(base, elsewhere)
     names = base.mesh.names
     slow = [] if topology is None else [a for a in reduced if topology.axis_tier(base.mesh, (names[a],)) == SLOW]
     if slow:
@@ -296,7 +299,6 @@ def _reduction(
     names = before.mesh.names
     scattered = [axis for axis in reduced if _splits(goal.placements[axis])]
     whole = [axis for axis in reduced if axis not in scattered]
-    factor = 1.0 / division
     if op != "sum":  # at once: every piece to one rank, or everything to every rank
         others_stay = all(
             one == other
@@ -306,7 +308,7 @@ def _reduction(
         if others_stay and not (scattered and whole):
             if _refines(before, goal):
                 axes = tuple(names[axis] for axis in reduced)
-                yield (Step("reduce_scatter", axes, before, goal, op, factor),), goal
+                yield (Step("reduce_scatter", axes, before, goal, op),), goal
         return
     # What is not scattered is summed on the pieces; cuts of copies come first, or with the scatter.
     middle = goal.with_placements([Partial() if axis in whole else each for axis, each in enumerate(goal.placements)])
@@ -318,17 +320,17 @@ def _reduction(
         if any(step.travels for step in path) or not _refines(here, middle):
             return
     if scattered:
-        last = 1.0 if whole else factor
-        path += (Step("reduce_scatter", tuple(names[axis] for axis in scattered), here, middle, op, last),)
+        last = 1 if whole else division
+        path += (Step("reduce_scatter", tuple(names[axis] for axis in scattered), here, middle, divisor=last),)
     if whole:
-        path += (Step("all_reduce", tuple(names[axis] for axis in whole), middle, goal, op, factor),)
+        path += (Step("all_reduce", tuple(names[axis] for axis in whole), middle, goal, divisor=division),)
     yield path, goal
     if topology is not None and not whole:
-        yield from _fast_tier_first(before, goal, scattered, factor, topology)
+        yield from _fast_tier_first(before, goal, scattered, division, topology)
 
 
 def _fast_tier_first(
-    before: Layout, goal: Layout, scattered: Sequence[int], factor: float, topology: Topology
+    before: Layout, goal: Layout, scattered: Sequence[int], division: int, topology: Topology
 ) -> Iterator[tuple[Path, Layout]]:
     """Two scatters instead of one: inside the supernodes, then, with the little that is left, between them."""
     mesh = before.mesh
@@ -350,7 +352,7 @@ def _fast_tier_first(
                 yield (
                     (
                         Step("reduce_scatter", axes[0], before, middle),
-                        Step("reduce_scatter", axes[1], middle, goal, factor=factor),
+                        Step("reduce_scatter", axes[1], middle, goal, divisor=division),
                     ),
                     goal,
                 )
@@ -358,8 +360,7 @@ def _fast_tier_first(
 
 def _holds(before: Layout, after: Layout) -> bool:
     """As `_refines`, seen from the elements."""
-    step = Step("reduce_scatter", (), before, after)
-    return all(step.sends(rank, rank) == after.local_numel(rank) for rank in before.mesh.ranks)
+    return all(volume(after.pieces(rank), before.pieces(rank)) == after.local_numel(rank) for rank in before.mesh.ranks)
 
 
 def _refines(before: Layout, after: Layout) -> bool:
@@ -381,6 +382,6 @@ def _paths_between_meshes(source: Layout, target: Layout, topology: Topology | N
         ends = _reductions(source.with_placements(start), source.with_placements(whole), pending, division, topology)
     for path, middle in ends:
         step = Step("redistribute", source.mesh.names, middle, target, topology=topology)
-        if not any(step.elements().values()):
+        if not any(elements(step).values()):
             step = replace(step, kind="slice", axes=())
         yield (*path, step)

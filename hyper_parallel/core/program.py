@@ -28,7 +28,8 @@ class Stage:
        `group`, with `input_splits` and `output_splits` where it is an all-to-all; None when nothing travels.
     3. `reduction` of the `received` elements, for pieces of unequal size and for a maximum or minimum.
     4. `keep`: moves from the input to the output, of `numel` elements; `unpack`: moves from what was received; None
-       when that is the output itself. `zero` says that they leave gaps. `factor` multiplies the output.
+       when that is the output itself. `zero` says that they leave gaps. `factor` and `divisor`
+       scale the output.
 
     A `share` packs its input in the order of the rows, multiplies the shares of all rows with it and sends each row
     back to its rank; where every rank has reduced everything it keeps row `row`. `step` counts the transition's steps.
@@ -48,7 +49,8 @@ class Stage:
     keep: tuple[Move, ...] = ()
     unpack: tuple[Move, ...] | None = None
     zero: bool = False
-    factor: float = 1.0
+    factor: int = 1
+    divisor: int = 1
     row: int | None = None
 
     @property
@@ -93,7 +95,7 @@ def compile_program(
         source.local_shape(rank),
         target.local_shape(rank),
         keeps_rows=bool(steps) and steps[0].op != "sum",
-        needs_floating=any(step.factor != 1.0 for step in steps),
+        needs_floating=any(step.divisor != 1 for step in steps),
     )
 
 
@@ -105,13 +107,13 @@ def _stages(steps: Sequence[Step], rank: int) -> tuple[Stage, ...]:
 def _stage(step: Step, rank: int) -> Stage | None:
     """A step on one rank; None when the rank has nothing to do in it."""
     if step.kind == "scale":
-        return Stage(step.kind, 0, step.after.local_numel(rank), factor=step.factor)
+        return Stage(step.kind, 0, step.after.local_numel(rank), factor=step.factor, divisor=step.divisor)
     if step.kind == "share":
         return _share(step, rank)
     if step.kind == "all_reduce":
         numel = step.after.local_numel(rank)
         return Stage(
-            step.kind, 0, numel, "all_reduce", step.group(rank), sent=numel, received=numel, factor=step.factor
+            step.kind, 0, numel, "all_reduce", step.group(rank), sent=numel, received=numel, divisor=step.divisor
         )
     if step.kind == "reduce_scatter":
         return _reduce_scatter(step, rank)
@@ -227,7 +229,7 @@ def _reduce_scatter(step: Step, rank: int) -> Stage:
         received=own if native else own * len(group),
         reduction=None if native else Reduction(len(group), step.op),
         unpack=None if _is_identity(unpack, own, numel) else unpack,
-        factor=step.factor,
+        divisor=step.divisor,
     )
 
 

@@ -69,8 +69,8 @@ class Redistribution:
         return tensors.alias(result, 0, self.program.target_shape), rows
 
     def _run_backward(self, gradient: Tensor, rows: Any) -> Tensor:
-        if self._is_same and not self._backward.stages:
-            return gradient
+        if not self._backward.stages and self.program.source_shape == self.program.target_shape:
+            return gradient  # as it is: an alias would hide from autograd whose memory it is
         tensors = self._backend.tensors
         result, _ = self._backward.run(tensors.flat(gradient), None, rows)
         return tensors.alias(result, 0, self.program.source_shape)
@@ -117,6 +117,11 @@ class _Stages:
         last, owned, kept = len(self.stages) - 1, False, None
         for place, (stage, group) in enumerate(zip(self.stages, self._groups)):
             into = out if place == last else None
+            early = stage.divisor != 1 and stage.collective and self._backend.tensors.dtype_name(held) == "float16"
+            if early:  # the sum could be more than float16 holds, the average is not
+                held = self._own(held, None, owned)
+                self._scale(held, 1, stage.divisor)
+                owned = True
             if stage.kind == "share":
                 held = self._share(stage, group, held, rows)
             elif stage.collective is None:
@@ -125,8 +130,7 @@ class _Stages:
                 held = self._all_reduce(stage, group, held, into, owned)
             else:
                 held, kept = self._exchange(stage, group, held, into, kept)
-            if stage.factor != 1.0:
-                self._backend.tensors.scale_(held, stage.factor)
+            self._scale(held, stage.factor, 1 if early else stage.divisor)
             owned = True
         if not self.stages and out is not None:
             self._backend.tensors.copy_(out, held)
@@ -134,23 +138,33 @@ class _Stages:
 
     def _local(self, stage: Stage, held: Tensor, into: Tensor | None, owned: bool) -> Tensor:
         if stage.kind == "scale":
-            return self._own(stage, held, into, owned)
+            return self._own(held, into, owned)
         output = self._output(stage, held, into)
         self._backend.tensors.move_(output, held, stage.keep)
         return output
 
     def _all_reduce(self, stage: Stage, group: Group, held: Tensor, into: Tensor | None, owned: bool) -> Tensor:
-        output = self._own(stage, held, into, owned)
+        output = self._own(held, into, owned)
         self._backend.collectives.all_reduce(output, group)
         return output
 
-    def _own(self, stage: Stage, held: Tensor, into: Tensor | None, owned: bool) -> Tensor:
+    def _own(self, held: Tensor, into: Tensor | None, owned: bool) -> Tensor:
         """The input in a buffer that may be changed."""
         if owned and into is None:
             return held
-        output = self._output(stage, held, into)
+        output = self._backend.tensors.buffer(held, self._numel(held)) if into is None else into
         self._backend.tensors.copy_(output, held)
         return output
+
+    def _scale(self, tensor: Tensor, factor: int, divisor: int) -> None:
+        if factor != 1:
+            self._backend.tensors.scale_(tensor, factor)
+        if divisor != 1:
+            self._backend.tensors.divide_(tensor, divisor)
+
+    @staticmethod
+    def _numel(flat: Tensor) -> int:
+        return flat.shape[0]
 
     def _exchange(self, stage: Stage, group: Group, held: Tensor, into: Tensor | None, kept: Any) -> tuple[Tensor, Any]:
         tensors = self._backend.tensors

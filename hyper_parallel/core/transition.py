@@ -12,6 +12,7 @@ from hyper_parallel.core.lowering import cheapest_path, on_mesh_of, plain
 from hyper_parallel.core.placement import Partial, Replicate
 from hyper_parallel.core.program import Program, compile_program
 from hyper_parallel.core.topology import FAST, SLOW, Topology
+from hyper_parallel.core.traffic import elements
 from hyper_parallel.core.wire import Step
 
 
@@ -55,7 +56,7 @@ class Transition:
         )
         steps = lower(self.target.gradient, whole, self.topology).steps
         if divided:
-            steps += (Step("scale", (), plain(whole), plain(gradient), factor=1.0 / prod(divided.values())),)
+            steps += (Step("scale", (), plain(whole), plain(gradient), divisor=prod(divided.values())),)
         return steps
 
     def _gradient_steps_of_extremum(self, step: Step) -> tuple[Step, ...]:
@@ -81,7 +82,7 @@ class Transition:
         Without a topology all ranks share a supernode. An all-reduce counts as a reduce-scatter and an all-gather.
         """
         topology = topology or self.topology
-        counts = [step.elements(topology) for step in self.steps]
+        counts = [elements(step, topology) for step in self.steps]
         return {tier: itemsize * sum(count[tier] for count in counts) for tier in (FAST, SLOW)}
 
     def program(self, rank: int) -> Program:

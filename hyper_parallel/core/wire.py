@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 from typing import Iterator, Sequence
 
 from hyper_parallel.core.backend import Move
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial, Replicate
-from hyper_parallel.core.regions import Piece, chunk_bounds, intersection, offset_in, sizes_of
-from hyper_parallel.core.topology import FAST, SLOW, Topology
+from hyper_parallel.core.regions import Piece, intersection, offset_in, sizes_of
+from hyper_parallel.core.topology import FAST, Topology
 
 LOCAL = ("slice", "pad", "scale")
 """Kinds of steps in which nothing travels."""
-
-EXCHANGES = ("all_gather", "all_to_all", "ragged_exchange", "redistribute")
-"""Kinds of steps in which elements travel as they are."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,8 @@ class Step:
     the ranks that held it.
 
     `axes` are the mesh axes along which the groups communicate; between two meshes all ranks are one group. `op` is
-    what a reduction does ("sum", "max", "min"); the result is multiplied by `factor`. `topology` decides which of
+    what a reduction does ("sum", "max", "min"); the result is multiplied by `factor`
+    and divided by `divisor`. `topology` decides which of
     several copies is the near one when meshes differ.
     """
 
@@ -39,13 +37,15 @@ class Step:
     before: Layout
     after: Layout
     op: str = "sum"
-    factor: float = 1.0
+    factor: int = 1
+    divisor: int = 1
     topology: Topology | None = None
 
     def __str__(self) -> str:
         along = f" along {', '.join(self.axes)}" if self.axes else ""
         extra = f" {self.op}" if self.op != "sum" else ""
-        extra += f" times {self.factor:g}" if self.factor != 1.0 else ""
+        extra += f" times {self.factor}" if self.factor != 1 else ""
+        extra += f" over {self.divisor}" if self.divisor != 1 else ""
         return f"{self.kind}{extra}{along}: {self.before} -> {self.after}"
 
     @property
@@ -53,11 +53,19 @@ class Step:
         """The step leads from one mesh to another."""
         return self.before.mesh != self.after.mesh
 
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of global ranks, each ascending, that communicate."""
+        return tuple(dict.fromkeys(self._groups.values()))
+
     def group(self, rank: int) -> tuple[int, ...]:
-        """The global ranks, ascending, that communicate with `rank`, itself included."""
-        if self.between_meshes and self.kind not in LOCAL:
-            return tuple(sorted(self.before.mesh.ranks))
-        return tuple(sorted(self.before.mesh.group_of(rank, self.axes)))
+        """The group that a global rank is in."""
+        return self._groups[rank]
+
+    @cached_property
+    def _groups(self) -> dict[int, tuple[int, ...]]:
+        mesh = self.before.mesh
+        made = (mesh.ranks,) if self.between_meshes and self.kind not in LOCAL else mesh.groups(self.axes)
+        return {rank: group for group in map(tuple, map(sorted, made)) for rank in group}
 
     @property
     def travels(self) -> bool:
@@ -78,28 +86,9 @@ class Step:
         """Number of elements that go from `sender` to `receiver`; to itself too."""
         return self._wire.numel(sender, receiver)
 
-    def received(self, rank: int) -> dict[int, int]:
-        """Elements that a rank receives from each other rank. An all-reduce counts as a reduce-scatter and an
-        all-gather of flat ceil-chunks."""
-        if not self.travels:
-            return {}
-        others = [(place, each) for place, each in enumerate(self.group(rank)) if each != rank]
-        if self.kind == "all_reduce":
-            numel, size = self.before.local_numel(rank), len(others) + 1
-            chunks = [stop - start for start, stop in (chunk_bounds(numel, size, place) for place in range(size))]
-            own = chunks[self.group(rank).index(rank)]
-            return {each: own + chunks[place] for place, each in others}
-        if self.kind == "share":  # the way back of the reduction's pieces
-            return {each: self.sends(each, rank) for _, each in others}
-        if self.kind == "reduce_scatter":
-            own = self.sends(rank, rank)
-            return {each: own for _, each in others}
-        counts = {each: self.sends(each, rank) for _, each in others}
-        return {each: count for each, count in counts.items() if count}
-
-    def elements(self, topology: Topology | None = None) -> dict[str, int]:
-        """Elements that cross between ranks on each tier, over all ranks; without a topology all is fast."""
-        return dict(_elements(self, topology))
+    def sends_to(self, sender: int, receiver: int) -> bool:
+        """Tell whether the receiver takes what it needs of what the sender holds from the sender, not from a copy."""
+        return self._wire.asked(sender, receiver)
 
 
 class _Wire:
@@ -112,7 +101,7 @@ class _Wire:
     def moves(self, sender: int, receiver: int) -> tuple[Move, ...]:
         key = (sender, receiver)
         if key not in self._moves:
-            self._moves[key] = tuple(self._make(sender, receiver)) if self._asked(sender, receiver) else ()
+            self._moves[key] = tuple(self._make(sender, receiver)) if self.asked(sender, receiver) else ()
         return self._moves[key]
 
     def numel(self, sender: int, receiver: int) -> int:
@@ -126,15 +115,15 @@ class _Wire:
         else:
             yield from _between(step.after.pieces(receiver), step.before.pieces(sender))
 
-    def _asked(self, sender: int, receiver: int) -> bool:
+    def asked(self, sender: int, receiver: int) -> bool:
         """Tell whether the receiver takes what it needs from this sender."""
         step = self._step
         if step.kind in ("reduce_scatter", "share"):
             return True
-        if _is_silent(step, receiver):
+        if is_silent(step, receiver):
             return False
         if not step.between_meshes:
-            return sender == receiver or sender in step.group(receiver)
+            return sender == receiver or step.group(sender) is step.group(receiver)
         copies = step.before.copies(sender)
         if receiver in copies:
             return sender == receiver
@@ -144,7 +133,7 @@ class _Wire:
         return sender == near[step.after.mesh.position(receiver) % len(near)]
 
 
-def _is_silent(step: Step, rank: int) -> bool:
+def is_silent(step: Step, rank: int) -> bool:
     """Along an axis that becomes a pending sum of one value, only the first rank holds the value."""
     after = step.after
     for axis, (place, placement) in enumerate(zip(after.mesh.place(rank), after.placements)):
@@ -189,43 +178,3 @@ def _simplified(
         source_start,
         tuple(each[2] for each in dims),
     )
-
-
-@lru_cache(maxsize=4096)
-def _elements(step: Step, topology: Topology | None) -> tuple[tuple[str, int], ...]:
-    counts = {FAST: 0, SLOW: 0}
-    if not step.travels:
-        return tuple(counts.items())
-    if topology is None:
-        ranks, times = _representatives(step)
-        counts[FAST] = times * sum(_received_in_all(step, rank) for rank in ranks)
-    else:
-        for rank in step.before.mesh.ranks:
-            for sender, count in step.received(rank).items():
-                counts[topology.tier((sender, rank))] += count
-    return tuple(counts.items())
-
-
-def _received_in_all(step: Step, rank: int) -> int:
-    """The sum of `step.received(rank)`, without asking every sender where the layouts tell it."""
-    stays = () if step.between_meshes else step.before.placements
-    becomes_partial = any(
-        placement == Partial() and stays[axis : axis + 1] != (placement,)
-        for axis, placement in enumerate(step.after.placements)
-    )
-    if step.kind in EXCHANGES and not becomes_partial:
-        return step.after.local_numel(rank) - step.sends(rank, rank)
-    return sum(step.received(rank).values())
-
-
-def _representatives(step: Step) -> tuple[list[int], int]:
-    """Ranks such that every rank does what one of them does, and how many each stands for."""
-    before, after, mesh = step.before, step.after, step.before.mesh
-    if step.between_meshes:
-        return list(mesh.ranks), 1
-    still = [
-        axis
-        for axis, one, other in zip(mesh.names, before.placements, after.placements)
-        if isinstance(one, Replicate) and isinstance(other, Replicate)
-    ]
-    return [group[0] for group in mesh.groups(still)], prod(mesh.axis_size(axis) for axis in still)

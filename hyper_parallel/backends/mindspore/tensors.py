@@ -66,6 +66,11 @@ def to_numpy(tensor: ms.Tensor) -> np.ndarray:
     return np.array(tensor.asnumpy(), dtype="float32" if dtype_name(tensor) == "bfloat16" else None)
 
 
+def repeats_elements(tensor: ms.Tensor) -> bool:
+    """Tell whether elements of different places are one in memory, so that they can't be overwritten."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+
+
 def has_values(tensor: ms.Tensor) -> bool:
     """False for a tensor of the meta device, which has a shape only."""
     return not tensor.is_meta
@@ -92,10 +97,10 @@ def buffer(like: ms.Tensor, numel: int, zero: bool = False) -> ms.Tensor:
 
 
 def zero_(tensor: ms.Tensor) -> None:
-    """Fill a contiguous tensor, possibly an alias, with zeros."""
-    _require_contiguous(tensor, "tensor")
+    """Fill a tensor, of any strides, possibly an alias, with zeros."""
     if on_cpu():
-        memory(tensor).view(np.uint8)[...] = 0
+        elements = memory(tensor).view(np.uint8) if tensor.is_contiguous() else _strided_bits(tensor)
+        elements[...] = 0
     else:
         with ms._no_grad():
             tensor.zero_()
@@ -173,27 +178,42 @@ def memory(tensor: ms.Tensor) -> np.ndarray:
 
 
 class _Bytes:
-    """The bytes of a contiguous tensor, for numpy, which holds on to this object and so to the tensor."""
+    """The memory of a tensor, for numpy, which holds on to this object and so to the tensor: its bytes if it is
+    contiguous, or as elements of another dtype of the same size, in the tensor's shape."""
 
-    def __init__(self, tensor: ms.Tensor):
+    def __init__(self, tensor: ms.Tensor, dtype: str = ""):
         self._tensor = tensor
         self.__array_interface__ = {
             "version": 3,
-            "typestr": "|u1",
-            "shape": (tensor.nbytes,),
+            "typestr": dtype or "|u1",
+            "shape": tuple(tensor.shape) if dtype else (tensor.nbytes,),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()) if dtype else None,
             "data": (tensor.data_ptr(), False),
         }
 
 
+def _strided_bits(tensor: ms.Tensor) -> np.ndarray:
+    """The memory of a CPU tensor of any strides as an array of its shape, of whole or complex numbers of its size."""
+    code = "<c16" if tensor.itemsize == 16 else f"<u{tensor.itemsize}"
+    if tensor.size == 0:
+        return np.empty(tensor.shape, code)
+    if tensor.untyped_storage().data_ptr() == 0:
+        raise LayoutError(f"the storage of the tensor of shape {tuple(tensor.shape)} is released: restore it first")
+    return np.asarray(_Bytes(tensor, code))
+
+
 def copy_(target: ms.Tensor, source: ms.Tensor) -> None:
-    """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
-    _require_contiguous(target, "target")
+    """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast."""
     if target.size != source.size:  # numpy would repeat a single element
         raise LayoutError(f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ")
     if target.size == 0:  # numpy crashes when it assigns an empty slice of MindSpore's bfloat16
         return
-    if on_cpu():
+    if on_cpu() and target.is_contiguous():
         memory(target)[...] = source.asnumpy().reshape(-1)
+    elif on_cpu():
+        values = np.ascontiguousarray(source.asnumpy().reshape(target.shape), numpy_dtype(dtype_name(target)))
+        bits = _strided_bits(target)
+        bits[...] = values.view(bits.dtype)
     else:
         with ms._no_grad():
             target.copy_(source.reshape(target.shape))
@@ -208,6 +228,17 @@ def scale_(tensor: ms.Tensor, factor: float) -> None:
     else:
         with ms._no_grad():
             tensor.mul_(factor)
+
+
+def divide_(tensor: ms.Tensor, divisor: int) -> None:
+    """Divide a contiguous floating-point tensor, possibly an alias, in place, each element rounded once."""
+    _require_contiguous(tensor, "tensor")
+    if on_cpu():
+        elements = memory(tensor)
+        elements[...] = wide(elements) / divisor
+    else:
+        with ms._no_grad():
+            tensor.div_(divisor)
 
 
 def add_(tensor: ms.Tensor, other: ms.Tensor) -> None:
@@ -351,7 +382,7 @@ def _name(dtype: ms.Type) -> str:
 
 def _dtype(name: str) -> ms.Type:
     dtype = getattr(ms, "bool_" if name == "bool" else name, None)
-    if not isinstance(dtype, ms.Type):
+    if not isinstance(dtype, ms.Type) or _name(dtype) != name:  # "float" means other things elsewhere
         raise ConfigError(f'unknown dtype {name!r}: write "float32", "bfloat16", "float16", "float64", "int64", ...')
     return dtype
 

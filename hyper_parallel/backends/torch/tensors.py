@@ -14,7 +14,13 @@ from hyper_parallel.core.errors import ConfigError, LayoutError
 from hyper_parallel.core.host import peak_resident_bytes
 from hyper_parallel.core.moves import check_move, check_reduction, check_row, row_length
 
-_HALF = (torch.float16, torch.bfloat16)
+_FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
+# Dtypes that operators, and communication libraries, can't add up, and what is used in their place.
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+_WIDER |= {dtype: torch.float32 for dtype in (torch.float16, torch.bfloat16, *_FLOAT8)}
+# Dtypes that numpy lacks, and those that hold all their numbers.
+_ON_HOST = {torch.complex32: torch.complex64} | {dtype: torch.float32 for dtype in (torch.bfloat16, *_FLOAT8)}
+_LOWEST = torch.iinfo(torch.int64).min
 _FOLD = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -44,10 +50,14 @@ def from_numpy(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy on the host, without autograd history; bfloat16 comes back as float32 (exact)."""
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
+    tensor = tensor.to(_ON_HOST.get(tensor.dtype, tensor.dtype)).resolve_conj().resolve_neg()
     # A storage that numpy shares can't be released any more, so numpy gets a copy of its own.
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).numpy()
+
+
+def repeats_elements(tensor: torch.Tensor) -> bool:
+    """Tell whether elements of different places are one in memory, so that they can't be overwritten."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -77,13 +87,14 @@ def buffer(like: torch.Tensor, numel: int, zero: bool = False) -> torch.Tensor:
 
 
 def zero_(tensor: torch.Tensor) -> None:
-    """Fill a contiguous tensor, possibly an alias, with zeros."""
+    """Fill a tensor, of any strides, possibly an alias, with zeros."""
     tensor.data.zero_()  # not the version counter of `tensor`: see `alias`
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as a 1-D tensor without history; shares storage when contiguous."""
-    return tensor.data.contiguous().view(-1).data
+    # Conjugates and negatives may be views that operators read, but collectives do not.
+    return tensor.data.resolve_conj().resolve_neg().contiguous().view(-1).data
 
 
 def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
@@ -113,17 +124,22 @@ def reads_parts_in_place() -> bool:
 
 @torch.no_grad()
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Overwrite `target` (contiguous, possibly an alias) with `source` of the same number of elements, cast."""
-    _require_contiguous(target, "target")
+    """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast."""
     if target.numel() != source.numel():  # torch would repeat a single element
         raise LayoutError(f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ")
-    target.view(-1).copy_(source.reshape(-1))
+    target.copy_(source.reshape(target.shape))
 
 
 @torch.no_grad()
 def scale_(tensor: torch.Tensor, factor: float) -> None:
     """Multiply a tensor, possibly an alias, in place."""
     tensor.mul_(factor)
+
+
+@torch.no_grad()
+def divide_(tensor: torch.Tensor, divisor: int) -> None:
+    """Divide a contiguous floating-point tensor, possibly an alias, in place, each element rounded once."""
+    tensor.div_(divisor)
 
 
 @torch.no_grad()
@@ -164,10 +180,18 @@ def reduce_rows(tensor: torch.Tensor, rows: int, op: str) -> torch.Tensor:
     Raises `LayoutError` for another op, rows that do not come out even, or a sum of bools."""
     check_reduction(op, dtype_name(tensor))
     table = tensor.data.view(rows, row_length(tensor.numel(), rows))
-    result = table[0].to(_wide(table.dtype), copy=True)
+    if table.dtype == torch.uint64 and op != "sum":
+        table = table.view(torch.int64) ^ _LOWEST  # signed numbers in the order of the unsigned ones
+        return (_folded(table, op) ^ _LOWEST).view(torch.uint64)
+    return _folded(table, op).to(table.dtype)
+
+
+def _folded(table: torch.Tensor, op: str) -> torch.Tensor:
+    """The rows of a table put together, in the dtype that this is computed in."""
+    result = table[0].to(wide(table.dtype), copy=True)
     for row in table[1:]:
-        _FOLD[op](result, row, out=result)
-    return result.to(table.dtype)
+        _FOLD[op](result, row.to(result.dtype), out=result)
+    return result
 
 
 def tie_shares(tensor: torch.Tensor, rows: int, result: torch.Tensor) -> torch.Tensor:
@@ -176,7 +200,7 @@ def tie_shares(tensor: torch.Tensor, rows: int, result: torch.Tensor) -> torch.T
 
     A NaN that won does not differ from itself. Raises `LayoutError` when `result` is not of this dtype and size."""
     table, row = _rows(tensor, rows, result)
-    same = ((table == row) | (table.isnan() & row.isnan())).to(_wide(table.dtype))
+    same = ((table == row) | (table.isnan() & row.isnan())).to(wide(table.dtype))
     return same.div_(same.sum(0)).to(table.dtype).view(-1)
 
 
@@ -241,7 +265,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or _name(dtype) != name:  # "float" means other things elsewhere
         raise ConfigError(f'unknown dtype {name!r}: write "float32", "bfloat16", "float16", "float64", "int64", ...')
     return dtype
 
@@ -251,9 +275,9 @@ def _require_contiguous(tensor: torch.Tensor, name: str) -> None:
         raise LayoutError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a contiguous tensor")
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What to compute in: half precision is rounded once, at the end."""
-    return torch.float32 if dtype in _HALF else dtype
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What to compute sums in: half precision is rounded once, at the end; whole numbers wrap round at the end."""
+    return _WIDER.get(dtype, dtype)
 
 
 def _rows(tensor: torch.Tensor, rows: int, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
