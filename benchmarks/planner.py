@@ -62,7 +62,12 @@ LLAMA_1000 = {
 def qwen3_235b() -> ModelDescription:
     """Qwen3-235B-A22B."""
     size = QWEN3_235B
-    hidden, head, experts, inner = size["hidden_size"], size["head_dim"], size["num_experts"], size["moe_intermediate_size"]
+    hidden, head, experts, inner = (
+        size["hidden_size"],
+        size["head_dim"],
+        size["num_experts"],
+        size["moe_intermediate_size"],
+    )
     return scaled(
         "qwen3_moe",
         size,
@@ -135,8 +140,10 @@ def llama_of_1000_tensors() -> ModelDescription:
     )
 
 
-def scaled(name: str, config: Mapping[str, Any], lists: Mapping[str, tuple], shapes: Mapping[str, tuple]) -> ModelDescription:
-    """A stored description with other sizes. `lists` gives the length of each list of blocks and which stored block each
+def scaled(
+    name: str, config: Mapping[str, Any], lists: Mapping[str, tuple], shapes: Mapping[str, tuple]
+) -> ModelDescription:
+    """A stored description with other sizes. `lists` gives the length of the list of blocks and which stored block each
     one is like; `shapes` maps endings of names, separated by "|", to shapes, and the first that fits counts."""
     stored = ModelDescription.load(MODELS / f"{name}.json")
     ((block, (count, like)),) = lists.items()
@@ -178,7 +185,8 @@ CASES = (
 
 
 def main() -> None:
-    print(f"{'model':24}{'tensors':>9}{'ranks':>7}{'describe':>10}{'plan':>8}{'save':>8}{'load':>8}{'table':>8}{'lowered':>9}  seconds")
+    columns = "".join(f"{step:>8}" for step in ("describe", "plan", "save", "load", "table"))
+    print(f"{'model':24}{'tensors':>9}{'ranks':>7}  {columns}{'lowered':>9}  (seconds)")
     for title, make, sizes, supernode in CASES:
         mesh = DeviceMesh.from_sizes(sizes)
         lower.cache_clear()

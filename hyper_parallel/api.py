@@ -77,8 +77,8 @@ def parallelize(model: Module, plan: ShardingPlan) -> Module:
 
     Raises:
         PlanError: the plan does not fit the model; lists every reason, and nothing is changed.
-        ConfigError, LayoutError: the mesh has an axis that can't be run yet, the ranks are not joined, or the mesh is not
-            one of all ranks; likewise.
+        ConfigError, LayoutError: the mesh has an axis that can't be run yet, the ranks are not joined, or the mesh is
+            not one of all ranks; likewise.
     """
     if not isinstance(plan, ShardingPlan):
         raise ConfigError(f"parallelize: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")

@@ -47,9 +47,9 @@ def _check_axes(mesh: DeviceMesh) -> None:
     more = [axis for axis, size in zip(mesh.names, mesh.shape) if axis not in ("replicate", "shard") and size > 1]
     if more:
         raise ConfigError(
-            f"parallelize: this plan is for the mesh {mesh}, and running the axes {', '.join(more)} is not offered yet: "
-            "such a plan can be printed, explained and saved. To run, plan on a mesh whose axes of more than one rank are "
-            "replicate and shard"
+            f"parallelize: this plan is for the mesh {mesh}, and running the axes {', '.join(more)} is not offered "
+            "yet; such a plan can be printed, explained and saved. To run, plan on a mesh in which only replicate and shard "
+            "have more than one rank"
         )
 
 

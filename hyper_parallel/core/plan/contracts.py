@@ -7,7 +7,7 @@ from typing import Any, Mapping
 
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard, parse_placement
+from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.topology import Topology
 from hyper_parallel.core.transition import Transition, lower
 
@@ -26,9 +26,9 @@ class Contract:
     """One tensor that crosses a boundary.
 
     `before` is how it lies outside of a module that takes it in, or as the module leaves it behind; `after` is how the
-    module wants it, or how it is handed on. `gradient` is how the gradient of `after` lies, and `gradient_before` that of
-    `before`, where it is not the usual one: inside of a block whose own boundary sums it up, it goes on as a pending sum.
-    `size` is the last dim.
+    module wants it, or how it is handed on. `gradient` is how the gradient of `after` lies, and `gradient_before` that
+    of `before`, where it is not the usual one: inside of a block whose own boundary sums it up, it goes on as a pending
+    sum. `size` is the last dim.
     """
 
     name: str
@@ -53,16 +53,6 @@ class Contract:
             sides["gradient_before"] = self.gradient_before
         texts = {side: {axis: str(each) for axis, each in placements.items()} for side, placements in sides.items()}
         return {"name": self.name, "dims": self.dims, "size": self.size, **texts}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Contract:
-        """Read back what `to_dict` gave; raises KeyError, TypeError, AttributeError or LayoutError."""
-        sides = {
-            side: {axis: parse_placement(text) for axis, text in values[side].items()}
-            for side in ("before", "after", "gradient", "gradient_before")
-            if side != "gradient_before" or side in values
-        }
-        return cls(values["name"], values["dims"], values["size"], **sides)
 
     @property
     def source_gradient(self) -> ByAxis:
@@ -99,12 +89,6 @@ class BoundaryPlan:
             "outputs": [each.to_dict() for each in self.outputs],
             "note": self.note,
         }
-
-    @classmethod
-    def from_dict(cls, module: str, values: Mapping[str, Any]) -> BoundaryPlan:
-        """Read back what `to_dict` gave; see `Contract.from_dict` for errors."""
-        inputs, outputs = (tuple(map(Contract.from_dict, values[side])) for side in ("inputs", "outputs"))
-        return cls(module, values["kind"], inputs, outputs, values["region"], values["note"])
 
 
 def _on_copies(placements: ByAxis, gradient: ByAxis) -> dict[str, Placement]:

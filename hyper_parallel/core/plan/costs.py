@@ -1,8 +1,8 @@
 """What a plan costs: memory of every rank, and what a step moves between ranks.
 
-Traffic is what the rank with the most receives in one step. In a group of k ranks that is `(k-1)/k` of what is gathered,
-scattered or exchanged, and twice that for an all-reduce. Recomputation, and what opaque regions exchange by themselves
-(keys and values over `context`, tokens over `expert`), are not counted.
+Traffic is what the rank with the most receives in one step. In a group of k ranks that is `(k-1)/k` of what is
+gathered, scattered or exchanged, and twice that for an all-reduce. Recomputation is not counted, nor what opaque
+regions exchange by themselves: keys and values over `context`, tokens over `expert`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that one rank receives in a step: for `parameters` (with their gradients) or at `boundaries`, by the kind of
-    collective, the mesh axes that its groups run along, and the tier that they live on."""
+    """Bytes that one rank receives in a step: for `parameters` (with their gradients) or at `boundaries`, by the kind
+    of collective, the mesh axes that its groups run along, and the tier that they live on."""
 
     what: str
     kind: str
@@ -57,7 +57,9 @@ class Memory:
 
 def memory(plan: ShardingPlan) -> Memory:
     """Add up what ranks keep between steps, with gradients and AdamW's moments in the dtypes of the parameters."""
-    counted = Counter((each.shape, tuple(each.placements.items()), each.item_bytes, each.trainable) for each in plan.parameters)
+    counted = Counter(
+        (each.shape, tuple(each.placements.items()), each.item_bytes, each.trainable) for each in plan.parameters
+    )
     kept, trained, even = np.zeros((1,) * len(plan.mesh.shape), dtype=object), 0, True
     for (shape, placements, size, trainable), count in counted.items():
         numel, exact = _numel_by_place(Layout(plan.mesh, dict(placements), shape))
@@ -96,7 +98,9 @@ def _numel_by_place(layout: Layout) -> tuple[np.ndarray, bool]:
 
 def _gathered_bytes(plan: ShardingPlan) -> Counter:
     """The bytes of each unit while it is gathered, on the first rank."""
-    kinds = Counter((each.unit, each.shape, tuple(each.placements.items()), each.item_bytes) for each in plan.parameters)
+    kinds = Counter(
+        (each.unit, each.shape, tuple(each.placements.items()), each.item_bytes) for each in plan.parameters
+    )
     sizes: dict[tuple, int] = {}
     units: Counter = Counter()
     for (unit, shape, placements, size), count in kinds.items():
@@ -122,8 +126,8 @@ def traffic(plan: ShardingPlan, topology: Topology | None = None) -> tuple[Flow,
     if topology is not None:
         topology.tier(plan.mesh.ranks)  # refuses a rank that it does not know
     sums: Counter = Counter()
-    for what, flows in (("parameters", _parameter_flows(plan, topology)), ("boundaries", _boundary_flows(plan, topology))):
-        for kind, axes, tier, count in flows:
+    for what, flows in (("parameters", _parameter_flows), ("boundaries", _boundary_flows)):
+        for kind, axes, tier, count in flows(plan, topology):
             sums[what, kind, axes, tier] += count
     return tuple(Flow(*key, ceil(count)) for key, count in sums.items() if count)
 
@@ -149,9 +153,9 @@ def _parameter_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[
             continue
         if cut and "shard" in pending:
             yield tiers.flow("reduce_scatter", ("shard",), (shards - 1) * piece)
-        model = tuple(axis for axis in pending if axis not in ("replicate", "shard"))
-        alone = () if cut else ("shard",)
-        for axes in (model, tuple(axis for axis in pending if axis in alone), ("replicate",) if "replicate" in pending else ()):
+        apart = ("replicate",) if cut else ("replicate", "shard")  # each by itself; the axes of the model together
+        together = tuple(axis for axis in pending if axis not in ("replicate", "shard"))
+        for axes in (together, *((axis,) for axis in reversed(apart) if axis in pending)):
             ranks = len(plan.mesh.group_of(plan.mesh.ranks[0], axes))
             yield tiers.flow("all_reduce", axes, Fraction(2 * (ranks - 1) * piece, ranks))
 
@@ -264,7 +268,7 @@ class Crossings:
 
 
 def _along(axes: tuple[str, ...], placements: ByAxis, chosen_by: ByAxis | None = None) -> dict[str, Placement]:
-    """The placements along some axes; of a gradient only where the tensor is replicated, since only there it is a choice."""
+    """The placements along some axes; of a gradient only where the tensor is replicated: only there it is a choice."""
     return {
         axis: placements[axis]
         for axis in axes

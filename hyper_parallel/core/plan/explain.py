@@ -47,7 +47,9 @@ def _parameter(plan: ShardingPlan, name: str, boundaries: dict[str, BoundaryPlan
     each = plan[name]
     trainable = "trainable" if each.trainable else "frozen"
     yield f"{name}: {list(each.shape)} {each.dtype}, {trainable}"
-    others = [other for other in (each.name, *(o for o, first in plan.tied.items() if first == each.name)) if other != name]
+    others = [
+        other for other in (each.name, *(o for o, first in plan.tied.items() if first == each.name)) if other != name
+    ]
     if others:
         yield f"  one parameter with {', '.join(others)}; {each.name} is its first name"
     if each.role:
@@ -85,7 +87,8 @@ def _template(plan: ShardingPlan, each: ParameterPlan) -> Iterator[str]:
     for axis in active(plan.mesh):
         placement = each.placements.get(axis)
         pending = "; its gradient is summed over the axis" if axis in each.pending and each.trainable else ""
-        yield f"{axis} ({plan.mesh.axis_size(axis)}): {placement or 'replicate'}: {_why(axis, each, placement)}{pending}"
+        why = _why(axis, each, placement)
+        yield f"{axis} ({plan.mesh.axis_size(axis)}): {placement or 'replicate'}: {why}{pending}"
 
 
 def _why(axis: str, each: ParameterPlan, placement: Placement | None) -> str:

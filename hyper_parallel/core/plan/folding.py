@@ -15,7 +15,9 @@ def fold(entries: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     Elements of one list are alike when all that is below them is, in the same order. The first of them decides the
     place; its number becomes a text such as "0-2,5".
     """
-    return [(".".join(path), thing) for path, thing in _fold([(tuple(name.split(".")), each) for name, each in entries])]
+    return [
+        (".".join(path), thing) for path, thing in _fold([(tuple(name.split(".")), each) for name, each in entries])
+    ]
 
 
 def _fold(entries: Sequence[Entry]) -> tuple[Entry, ...]:
@@ -23,9 +25,7 @@ def _fold(entries: Sequence[Entry]) -> tuple[Entry, ...]:
     folded: list[tuple[str, tuple[Entry, ...]]] = []
     for head, members in groupby(entries, key=lambda entry: entry[0][0]):
         folded.append((head, tuple(_below(list(members)))))
-    return tuple(
-        ((head, *path), thing) for head, below in _merged(folded) for path, thing in below
-    )
+    return tuple(((head, *path), thing) for head, below in _merged(folded) for path, thing in below)
 
 
 def _below(entries: list[Entry]) -> Iterator[Entry]:

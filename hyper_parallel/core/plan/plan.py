@@ -29,8 +29,8 @@ class ParameterPlan:
     """Where one parameter lies: `placements` per mesh axis, and the unit that gathers it.
 
     `role` says what it is ("" where nothing had to know), `rule` why, `boundary` the module that it acts in. `pending`
-    are the mesh axes along which the raw gradient of the local part is a partial sum. `local_shape` is that of the first
-    rank, which holds the most. `notes` are what is worth knowing.
+    are the mesh axes along which the raw gradient of the local part is a partial sum. `local_shape` is that of the
+    first rank: the most that any holds, except of an expert that lies on another one. `notes` are what is worth knowing.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ShardingPlan:
 
     `plan[name]` is a parameter's part, by any of its names. `tied` maps further names to first names. `notes` tell
     what a user may want to know before the run, a sentence each. `boundaries` are the modules whose inputs and outputs
-    carry contracts; there are none where no axis but `replicate` and `shard` is active. `sequence_parallel` says whether
+    carry contracts; there are none where no axis but `replicate` and `shard` is active. `sequence_parallel` says that
     hidden states are cut along the sequence over `tensor`. `tokens` is the global batch that traffic is counted for, in
     sequences and tokens of each. `overrides` maps a parameter or the module of a boundary to what an override file said
     of it, as one line, and why that entry applied.
@@ -215,4 +215,3 @@ class ShardingPlan:
             return read_plan(values)
         except PlanError as error:
             raise PlanError(f"the plan {path}: {error}") from error
-

@@ -100,7 +100,8 @@ def read_plan(values: Any) -> ShardingPlan:
     """The plan that `ShardingPlan.to_dict` gave.
 
     Raises:
-        PlanError: a key is missing, or a value is not what a plan holds; names the place in the file and what was found.
+        PlanError: a key is missing, or a value is not what a plan holds; names the place in the file and what was
+            found.
     """
     from hyper_parallel.core.plan.plan import ShardingPlan
 
@@ -122,7 +123,7 @@ def read_plan(values: Any) -> ShardingPlan:
     names = {each.name for each in parameters}
     for name, first in tied.items():
         if first not in names or name in names:
-            raise PlanError(f"tied: {name}: found {_short(first)}, write the first name of a parameter, for another name")
+            raise PlanError(f"tied: {name}: found {_short(first)}, write a parameter's first name, for another name")
     boundaries = _entries(values, "boundaries", Mapping)
     return ShardingPlan(
         model_class=_get(values, "model", str, ""),
@@ -169,7 +170,7 @@ def _mesh(values: Mapping[str, Any]) -> DeviceMesh:
     sizes = dict(_entries(values, "mesh", int))
     if any(size < 1 for size in sizes.values()) or prod(sizes.values()) > MOST_RANKS:
         raise PlanError(f"mesh: found {_short(sizes)}, write sizes from 1 up, for at most {MOST_RANKS:,} ranks")
-    ranks = values["ranks"] if "ranks" in values else _get(values, "ranks", list, "")
+    ranks = _require(values, "ranks", "")
     if ranks is not None and not (isinstance(ranks, list) and all(_is(each, int) for each in ranks)):
         raise PlanError(f"ranks: found {_short(ranks)}, write a list of ranks, or null for ranks in order")
     try:
@@ -225,13 +226,17 @@ def _boundary(module: str, values: Mapping[str, Any], layouts: _Layouts, tokens:
         for side in ("inputs", "outputs")
     )
     region = _one_of(values, "region", ("checked", "transparent", "opaque"), where)
-    return BoundaryPlan(module, _get(values, "kind", str, where), inputs, outputs, region, _get(values, "note", str, where))
+    return BoundaryPlan(
+        module, _get(values, "kind", str, where), inputs, outputs, region, _get(values, "note", str, where)
+    )
 
 
 def _contract(values: Any, layouts: _Layouts, tokens: tuple[int, int], where: str) -> Contract:
     dims, size = _get(values, "dims", int, where), _get(values, "size", int, where)
     if dims not in (1, 2, 3) or size < 0:
-        raise PlanError(f"{where}: found dims {_short(dims)} and size {_short(size)}, write 1 to 3 dims, and a size from 0 up")
+        raise PlanError(
+            f"{where}: found dims {_short(dims)} and size {_short(size)}, write 1 to 3 dims, a size from 0 up"
+        )
     sides = ("before", "after", "gradient", *(("gradient_before",) if "gradient_before" in values else ()))
     contract = Contract(
         _get(values, "name", str, where), dims, size, **{side: _placements(values, side, where) for side in sides}
@@ -247,15 +252,21 @@ def _contract(values: Any, layouts: _Layouts, tokens: tuple[int, int], where: st
 # Values
 
 
-def _get(values: Any, key: str, kind: type, where: str) -> Any:
-    """A value of a mapping, of a kind."""
+def _require(values: Any, key: str, where: str) -> Any:
+    """A value of a mapping, which must have it."""
     if not isinstance(values, Mapping):
         raise PlanError(f"{where}: found {_short(values)}, write a mapping")
     if key not in values:
         raise PlanError(f"{where or 'a plan'} needs the key {key!r}, which is missing")
-    if not _is(values[key], kind):
-        raise PlanError(f"{_below(where, key)}: found {_short(values[key])}, write {_KINDS[kind]}")
     return values[key]
+
+
+def _get(values: Any, key: str, kind: type, where: str) -> Any:
+    """A value of a mapping, of a kind."""
+    value = _require(values, key, where)
+    if not _is(value, kind):
+        raise PlanError(f"{_below(where, key)}: found {_short(value)}, write {_KINDS[kind]}")
+    return value
 
 
 def _entries(values: Mapping[str, Any], key: str, kind: type) -> Iterable[tuple[str, Any]]:

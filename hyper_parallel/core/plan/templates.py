@@ -156,7 +156,9 @@ def _expert_blocks(groups: Sequence[Group], kinds: Mapping[str, str]) -> list[st
     """The modules that hold experts and their router as parts; where experts are a list, the group of them is one."""
     routers = [group.module for group in groups if kinds[group.module] == "router"]
     experts = dict.fromkeys(group.module for group in groups if kinds[group.module] == "experts")
-    around = (next((each for each in (module, module.rpartition(".")[0]) if _holds(each, routers)), "") for module in experts)
+    around = (
+        next((each for each in (module, module.rpartition(".")[0]) if _holds(each, routers)), "") for module in experts
+    )
     return [block for block in dict.fromkeys(around) if block]
 
 

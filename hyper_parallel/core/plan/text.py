@@ -32,8 +32,8 @@ def summary(plan: ShardingPlan, topology: Topology | None = None) -> str:
         f"{plan.model_class}: {numel:,} parameters in {len(plan.parameters)} tensors, {len(plan.units)} units, "
         f"mesh {plan.mesh}",
         f"{whose} keeps {_bytes(held.parameters)} of {_bytes(held.whole)} of parameters, {_bytes(held.gradients)} of "
-        f"gradients and {_bytes(held.optimizer)} of optimizer state (AdamW, two moments in the dtype of the parameters); "
-        f"the largest gathered unit has {_bytes(held.gathered)}",
+        f"gradients and {_bytes(held.optimizer)} of optimizer state (AdamW, two moments in the dtype of the parameters)"
+        f"; the largest gathered unit has {_bytes(held.gathered)}",
     ]
     flows = traffic(plan, topology)
     if flows:
@@ -41,14 +41,16 @@ def summary(plan: ShardingPlan, topology: Topology | None = None) -> str:
     if plan.boundaries:
         sequences, length = plan.tokens
         lines.append(
-            f"activations are counted for {sequences:,} sequences of {length:,} tokens, {activation_bytes(plan)} bytes an "
-            "element; recomputation and what opaque regions exchange is not"
+            f"activations are counted for {sequences:,} sequences of {length:,} tokens, {activation_bytes(plan)} bytes "
+            "an element; recomputation and what opaque regions exchange is not"
         )
     return "\n".join(lines + [f"note: {note}" for note in plan.notes])
 
 
 def _traffic_table(flows: Sequence[Flow]) -> str:
-    rows = [(f"  {flow.what}", flow.kind, f"over {', '.join(flow.axes)}", flow.tier, _bytes(flow.bytes)) for flow in flows]
+    rows = [
+        (f"  {flow.what}", flow.kind, f"over {', '.join(flow.axes)}", flow.tier, _bytes(flow.bytes)) for flow in flows
+    ]
     return _aligned(rows, right=4)
 
 
@@ -125,7 +127,14 @@ def parameter_table(plan: ShardingPlan, full: bool = False) -> str:
     head = ("parameter", "shape", "dtype", *(("role",) if roles else ()), "placement", "local shape", "local bytes")
     rows: list[tuple[str, ...]] = [(*head, "pending besides replicate, shard", "notes") if roles else head]
     entries = [
-        (each.name, (unit.name.count(".") + 1 if unit.name else 0, unit.reshard_after_forward, *_cells(each, roles, other_names)))
+        (
+            each.name,
+            (
+                unit.name.count(".") + 1 if unit.name else 0,
+                unit.reshard_after_forward,
+                *_cells(each, roles, other_names),
+            ),
+        )
         for unit in plan.units
         for each in plan.members(unit.name)
     ]

@@ -51,11 +51,25 @@ def test_what_is_written_is_yaml_of_the_same_values(values):
 PLAN = plan(stored("qwen3_moe"), DeviceMesh.from_sizes(dict.fromkeys(("replicate", "shard", "expert", "tensor"), 2)))
 FLAT = plan(stored("llama_tied"), DeviceMesh((2, 2), ("replicate", "shard")))
 JUNK = st.sampled_from(
-    [None, True, -1, 0, 3, 10**30, 1.5, "", "x", "shard(7)", "strided_shard(0, 999999999)", "partial", [], [1], {}, {"a": 1}]
+    [
+        None,
+        True,
+        -1,
+        0,
+        3,
+        10**30,
+        1.5,
+        "",
+        "x",
+        "shard(7)",
+        "strided_shard(0, 999999999)",
+        "partial",
+        [],
+        [1],
+        {},
+        {"a": 1},
+    ]
 )
-
-
-
 
 
 @given(data=st.data(), start=st.sampled_from([PLAN.to_dict(), FLAT.to_dict()]))
@@ -93,7 +107,7 @@ def test_the_place_in_the_file_is_named():
         ShardingPlan.from_dict(values)
     values = PLAN.to_dict()
     del values["boundaries"]["lm_head"]["inputs"][0]["after"]
-    with pytest.raises(PlanError, match="boundaries: lm_head: inputs: number 1 needs the key 'after', which is missing"):
+    with pytest.raises(PlanError, match="boundaries: lm_head: inputs: number 1 needs the key 'after'"):
         ShardingPlan.from_dict(values)
 
 

@@ -53,7 +53,9 @@ def test_looking_a_parameter_up_does_not_search_the_plan(planner):
 def test_768_ranks_are_planned_as_few_are(planner):
     """What a parameter is does not depend on how many replicas there are."""
     few, many = (
-        plan(planner.qwen3_235b(), DeviceMesh.from_sizes({"replicate": replicas, "shard": 2, "expert": 16, "tensor": 4}))
+        plan(
+            planner.qwen3_235b(), DeviceMesh.from_sizes({"replicate": replicas, "shard": 2, "expert": 16, "tensor": 4})
+        )
         for replicas in (2, 6)
     )
     assert many.mesh.size == 768
