@@ -69,7 +69,7 @@ class Contract:
 class BoundaryPlan:
     """A module whose inputs and outputs carry contracts.
 
-    `kind` is attention, mlp, norm, embedding, head, router, experts or projection. `region` is "checked", or
+    `kind` is one of `boundaries.TYPES`, or "region" for one that only an override declares. `region` is "checked", or
     "transparent" or "opaque" for what communicates by itself (context-parallel attention, expert dispatch).
     """
 
