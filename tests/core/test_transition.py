@@ -230,8 +230,7 @@ def test_the_best_way_along_one_axis_is_taken(source, target, expected, received
     transition = lower(*layouts_of(mesh, (64, 32), source, target))
     assert kinds(transition.steps) == expected
     if received is not None:
-        for rank in mesh.ranks:
-            assert sum(sum(step.received(rank).values()) for step in transition.steps) == received
+        assert transition.bytes(1)["fast"] == K * received
     check_values(transition, seed=1)
 
 
@@ -426,3 +425,38 @@ def test_lowering_does_not_count_elements():
         8 * huge * huge // 4 - sum(transition.steps[0].sends(r, r) for r in range(8))
     )
     assert prod(transition.program(3).target_shape) == huge * huge // 4
+
+
+def test_a_part_becomes_an_average_without_travelling():
+    mesh = DeviceMesh((K,), ("tensor",))
+    transition = lower(*layouts_of(mesh, (64, 32), "shard(0)", "partial(avg)"))
+    assert (kinds(transition.steps), transition.bytes(1)["fast"]) == (["pad", "scale"], 0)
+    check_values(transition, seed=1)
+
+
+def test_a_reduction_over_one_rank_says_nothing_about_the_others():
+    mesh = DeviceMesh((1, 2), ("shard", "tensor"))
+    locals_ = [np.array([1.0, 2.0]), np.array([3.0, 0.0])]
+    assert list(Layout(mesh, [Partial(), Partial("max")], (2,)).assemble(locals_)) == [3.0, 2.0]
+    assert list(Layout(mesh, [Partial("max"), Partial()], (2,)).assemble(locals_)) == [4.0, 2.0]
+
+
+def test_the_shares_of_a_maximum_that_is_no_number_are_those_of_a_tie():
+    mesh = DeviceMesh((2,), ("tensor",))
+    transition = lower(Layout(mesh, [Partial("max")], (2,)), Layout(mesh, [Replicate()], (2,)))
+    locals_ = [np.array([np.nan, 1.0]), np.array([np.nan, 2.0])]
+    gradients = [np.array([4.0, 4.0])] * 2
+    found = interpret_gradient(transition, locals_, gradients)
+    assert [list(each) for each in found] == [[2.0, 0.0], [2.0, 4.0]]
+
+
+def test_lowering_does_not_look_at_pairs_of_ranks():
+    """What is counted is asked once for each rank, also where a topology tells tiers apart."""
+    mesh, topology = DeviceMesh((512,), ("shard",)), Topology.regular(512, 16)
+    for source, target in (("shard(0)", "replicate"), ("partial", "shard(1)"), ("partial(max)", "replicate")):
+        transition = lower(*layouts_of(mesh, (1024, 1024), source, target), topology)
+        for step in transition.steps:
+            assert not step.__dict__.get("_wire"), "moves are for programs"
+        moved = transition.bytes(1, topology)
+        within = 15 / 511  # of the partners of a rank, those in its supernode
+        assert moved["fast"] == pytest.approx(within * sum(moved.values()))
