@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Sequence
 
+import numpy as np
+
 from hyper_parallel import backends
 from hyper_parallel.core import distribute, dtensor, random
 from hyper_parallel.core.backend import Backend, Tensor
@@ -22,10 +24,10 @@ class DTensor(dtensor.DTensor):
     def from_local(
         local: Tensor,
         device_mesh: DeviceMesh,
-        placements: Placements,
+        placements: Placements | None = None,
         *,
         shape: Sequence[int] | None = None,
-        gradient_placements: Placements | None = None,
+        grad_placements: Placements | None = None,
         run_check: bool = True,
     ) -> DTensor:
         """The distributed tensor of which `local` is this rank's part. Called by all ranks of the mesh.
@@ -35,10 +37,11 @@ class DTensor(dtensor.DTensor):
         Args:
             local: a `torch.Tensor` or `mindspore.Tensor`, a parameter or a result with history included.
             device_mesh: a mesh that holds this rank.
-            placements: one for each mesh axis in order, or `{axis: placement}` where what is not named is replicated.
+            placements: one for each mesh axis in order, or `{axis: placement}` where what is not named is replicated;
+                all replicated when not given.
             shape: the global shape. Found from all local shapes when not given, which needs `run_check`; sizes of dims
                 that a `RaggedShard` flattens together can't be found.
-            gradient_placements: for replicated axes, how the gradient lies: `Replicate()`, or `Partial()` where every
+            grad_placements: for replicated axes, how the gradient lies: `Replicate()`, or `Partial()` where every
                 rank gets a part of it.
             run_check: exchange shapes and dtypes, so that a wrong local tensor on one rank is refused by all. Without
                 it each rank checks its own shape, and nothing is sent.
@@ -49,14 +52,21 @@ class DTensor(dtensor.DTensor):
             ConfigError: `local` is no tensor, or `device_mesh` no mesh.
         """
         backend = backends.of_tensor(local)
-        layout = distribute.layout_of_locals(
-            backend, local, device_mesh, placements, shape, gradient_placements, run_check
-        )
+        placements = {} if placements is None else placements
+        layout = distribute.layout_of_locals(backend, local, device_mesh, placements, shape, grad_placements, run_check)
         return DTensor(backend, layout, local)
+
+    def __reduce__(self) -> tuple:
+        """What this rank holds travels; read it on a rank of the same place in the mesh."""
+        return _restored, (self.backend.name, self.layout, self.to_local())
+
+
+def _restored(backend: str, layout: Layout, local: Tensor) -> DTensor:
+    return DTensor(backends.load(backend), layout, local)
 
 
 def distribute_tensor(
-    tensor: Tensor, device_mesh: DeviceMesh, placements: Placements, *, src_data_rank: int | None = 0
+    tensor: Tensor, device_mesh: DeviceMesh, placements: Placements | None = None, *, src_data_rank: int | None = 0
 ) -> DTensor:
     """Spread a whole tensor over a mesh. Called by all ranks of the mesh.
 
@@ -65,16 +75,20 @@ def distribute_tensor(
     Args:
         tensor: a `torch.Tensor` or `mindspore.Tensor` of the same shape and dtype on every rank.
         device_mesh: a mesh that holds this rank.
-        placements: one for each mesh axis in order, or `{axis: placement}` where what is not named is replicated.
+        placements: one for each mesh axis in order, or `{axis: placement}` where what is not named is replicated;
+            all replicated when not given.
         src_data_rank: the rank whose values count, as its place in the mesh; the others may hold anything. The result
-            has no history. With None every rank cuts its own copy, which must be equal to the others': nothing is sent,
-            gradients flow back to every rank's tensor, and memory is shared with it where nothing is cut.
+            has no history; where the giving rank's tensor is a leaf that asks for a gradient (in MindSpore: a
+            parameter), every rank's local tensor is a new one. With None every rank cuts its own copy, which must be
+            equal to the others': nothing is sent, gradients flow back to every rank's tensor, and memory is shared with
+            it where nothing is cut.
 
     Raises:
         LayoutError: shapes, dtypes or arguments differ between ranks, or placements do not fit.
         ConfigError: `tensor` is no tensor, or the result of a recorded operation while `src_data_rank` is not None.
     """
     backend = backends.of_tensor(tensor)
+    placements = {} if placements is None else placements
     return DTensor(backend, *distribute.distribute(backend, tensor, device_mesh, placements, src_data_rank))
 
 
@@ -102,7 +116,7 @@ def redistribute(local: Tensor, source: Layout, target: Layout, topology: Topolo
 def zeros(
     *size: int | Sequence[int],
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None = None,
     dtype: Any = "float32",
     backend: str | None = None,
 ) -> DTensor:
@@ -113,8 +127,10 @@ def zeros(
     Args:
         size: the global shape.
         device_mesh: a mesh that holds this rank.
-        placements: one for each mesh axis in order, or `{axis: placement}` where what is not named is replicated.
-        dtype: by its numpy spelling ("float32", "bfloat16", "int64", ...), or the framework's own.
+        placements: one for each mesh axis in order, or `{axis: placement}` where what is not named is replicated;
+            all replicated when not given.
+        dtype: by its numpy spelling ("float32", "bfloat16", "int64", ...), numpy's, or the framework's own; float32
+            for None.
         backend: "torch" or "mindspore"; needed when both have joined.
 
     Raises:
@@ -127,7 +143,7 @@ def zeros(
 def ones(
     *size: int | Sequence[int],
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None = None,
     dtype: Any = "float32",
     backend: str | None = None,
 ) -> DTensor:
@@ -140,7 +156,7 @@ def full(
     fill_value: float,
     *,
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None = None,
     dtype: Any = "float32",
     backend: str | None = None,
 ) -> DTensor:
@@ -155,7 +171,7 @@ def full(
 def empty(
     *size: int | Sequence[int],
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None = None,
     dtype: Any = "float32",
     backend: str | None = None,
 ) -> DTensor:
@@ -170,7 +186,7 @@ def empty(
 def rand(
     *size: int | Sequence[int],
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None = None,
     dtype: Any = "float32",
     backend: str | None = None,
     generator: Generator | None = None,
@@ -185,7 +201,7 @@ def rand(
 def randn(
     *size: int | Sequence[int],
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None = None,
     dtype: Any = "float32",
     backend: str | None = None,
     generator: Generator | None = None,
@@ -222,7 +238,7 @@ def _random(
     draw: Callable,
     generator: Generator | None,
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None,
     dtype: Any,
     backend: str | None,
 ) -> DTensor:
@@ -235,13 +251,13 @@ def _random(
 def _made(
     shape: Sequence[int],
     device_mesh: DeviceMesh,
-    placements: Placements,
+    placements: Placements | None,
     backend: str | None,
     make: Callable[[Backend, Layout], Tensor],
 ) -> DTensor:
     found = backends.joined(backend)
     distribute.check_mesh(found, device_mesh)
-    layout = Layout(device_mesh, placements, shape)
+    layout = Layout(device_mesh, {} if placements is None else placements, shape)
     return DTensor(found, layout, make(found, layout))
 
 
@@ -253,5 +269,13 @@ def _shape(size: Sequence[int | Sequence[int]]) -> Sequence[int]:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """The numpy spelling of a name or of a framework's dtype (`torch.float32`, `mindspore.float32`)."""
+    """The numpy spelling of a name, of a dtype of numpy (`np.float32`) or of a framework (`torch.float32`,
+    `mindspore.float32`); "float32" for None."""
+    if dtype is None:
+        return "float32"
+    if isinstance(dtype, (type, np.dtype)):
+        try:
+            return np.dtype(dtype).name
+        except TypeError as error:
+            raise ConfigError(f'{dtype!r} is no dtype: write "float32", "bfloat16", "int64", ...') from error
     return str(dtype).rpartition(".")[2].lower()

@@ -11,11 +11,11 @@ import numpy as np
 from hyper_parallel.core import random
 from hyper_parallel.core.arithmetic import arrange, counts, refuse_nonlinear_scalar
 from hyper_parallel.core.backend import Backend, Tensor
-from hyper_parallel.core.distribute import check_mesh, filled, layout_with_gradient
+from hyper_parallel.core.distribute import check_mesh, filled, target_layout
 from hyper_parallel.core.errors import ConfigError, LayoutError
 from hyper_parallel.core.layout import Layout, Placements
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Partial, Placement, Replicate
+from hyper_parallel.core.placement import Partial, Placement, Replicate, whole_numbers
 from hyper_parallel.core.random import Generator
 from hyper_parallel.core.replay import redistribution
 
@@ -83,57 +83,82 @@ class DTensor:
         """The framework's own dtype."""
         return self._local.dtype
 
+    @property
+    def requires_grad(self) -> bool:
+        """Tell whether a gradient flows to the local tensor."""
+        return self.backend.autograd.takes_part(self._local)
+
+    def size(self, dim: int | None = None) -> tuple[int, ...] | int:
+        """The global shape, or the global size of one dim, counted from the end where negative.
+
+        Raises:
+            LayoutError: the tensor lacks the dim.
+        """
+        if dim is None:
+            return self.shape
+        (dim,) = whole_numbers((dim,), "size takes the number of a dim")
+        if not -self.ndim <= dim < self.ndim:
+            raise LayoutError(f"size: dim {dim} is none of a tensor of shape {list(self.shape)}")
+        return self.shape[dim]
+
     def numel(self) -> int:
         """Number of elements of the global tensor."""
         return int(np.prod(self.layout.shape, dtype=object))
 
     # To and from plain tensors
 
-    def to_local(self, *, gradient_placements: Placements | None = None) -> Tensor:
-        """This rank's local tensor, of the framework. Gradients flow back; no communication in forward.
+    def to_local(self, *, grad_placements: Placements | None = None) -> Tensor:
+        """This rank's local tensor, of the framework, which shares its memory. Gradients flow back; no communication
+        in forward.
 
         Args:
-            gradient_placements: how the gradient that comes back lies, when not as `layout.gradient` says:
+            grad_placements: how the gradient that comes back lies, when not as `layout.gradient` says:
                 `{"tensor": Partial()}` where the tensor is replicated and each rank computes a part of the loss from
                 it. It is then brought to `layout.gradient` in backward.
 
         Raises:
             LayoutError: the gradient of these placements can't lie so.
         """
-        if gradient_placements is None:
+        if grad_placements is None:
             return self._local
-        return self._moved(self._target(self.device_mesh, self.placements, gradient_placements))
+        return self._moved(self._target(self.device_mesh, self.placements, grad_placements))
 
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Placements | None = None,
         *,
-        gradient_placements: Placements | None = None,
+        grad_placements: Placements | None = None,
     ) -> DTensor:
         """The same tensor in another layout. The gradient takes the conjugate transition.
+
+        The result may share memory with this tensor, where this rank has nothing to do; write to neither, or to a copy.
 
         Args:
             device_mesh: another mesh over the same ranks; the tensor's own when not given.
             placements: one for each axis in order, or `{axis: placement}` where what is not named is replicated.
-            gradient_placements: how the gradient of the result lies, where it is replicated and may be pending.
+            grad_placements: how the gradient of the result lies, where it is replicated and may be pending.
 
         Raises:
             LayoutError: no placements, placements that do not fit, or a mesh over other ranks.
         """
         if placements is None:
-            raise LayoutError("redistribute needs placements, for example [Shard(0)] or {'tensor': Replicate()}")
+            hint = "for example [Shard(0)] or {'tensor': Replicate()}"
+            if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+                hint = "and the mesh comes first: write redistribute(placements=...) to stay on the tensor's own"
+            raise LayoutError(f"redistribute needs placements, {hint}")
         device_mesh = self.device_mesh if device_mesh is None else device_mesh
         check_mesh(self.backend, device_mesh)
-        target = self._target(device_mesh, placements, gradient_placements)
+        target = self._target(device_mesh, placements, grad_placements)
         return type(self)(self.backend, target, self._moved(target))
 
-    def full_tensor(self, *, gradient_placements: Placements | None = None) -> Tensor:
+    def full_tensor(self, *, grad_placements: Placements | None = None) -> Tensor:
         """The whole tensor on every rank, as a plain tensor of the framework, reductions done. Gradients flow back.
 
-        The incoming gradient is taken to be replicated, or as `gradient_placements` say; see `to_local`.
+        It may share memory with this tensor, as the result of `redistribute` does.
+        The incoming gradient is taken to be replicated, or as `grad_placements` say; see `to_local`.
         """
-        return self._moved(self._target(self.device_mesh, {}, gradient_placements))
+        return self._moved(self._target(self.device_mesh, {}, grad_placements))
 
     def detach(self) -> DTensor:
         """The same tensor without autograd history; it shares memory where the local tensor is contiguous."""
@@ -141,12 +166,28 @@ class DTensor:
         local = tensors.alias(tensors.flat(self._local), 0, self.local_shape)
         return type(self)(self.backend, self.layout, local)
 
-    def _target(self, mesh: DeviceMesh, placements: Placements, gradient_placements: Placements | None) -> Layout:
-        return layout_with_gradient(mesh, placements, self.shape, gradient_placements)
+    def _target(self, mesh: DeviceMesh, placements: Placements, grad_placements: Placements | None) -> Layout:
+        return target_layout(mesh, placements, self.shape, grad_placements)
 
     def _moved(self, target: Layout) -> Tensor:
         """The local tensor in another layout."""
         return redistribution(self.backend, self.layout, target)(self._local)
+
+    # What would be taken for the whole tensor, but sees the local one or needs communication
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise ConfigError("a DTensor is no array: several ranks hold its parts; use full_tensor() or to_local() before")
+
+    def __bool__(self) -> bool:
+        raise ConfigError("the truth value of a DTensor is that of its full tensor: use bool(x.full_tensor())")
+
+    # Copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        autograd = self.backend.autograd
+        if autograd.takes_part(self._local) and not autograd.is_leaf(self._local):
+            raise ConfigError("the result of a recorded operation can't be copied with its history; use detach()")
+        return type(self)(self.backend, self.layout, autograd.deep_copy(self._local, memo))
 
     # In place
 
@@ -170,27 +211,30 @@ class DTensor:
 
     def fill_(self, value: float) -> DTensor:
         """Overwrite with a number. Of a pending sum the first rank holds it and the others zero."""
-        self._refuse_recorded("fill_")
+        self._require_writable("fill_")
         tensors = self.backend.tensors
         tensors.copy_(self._local, filled(self.backend, self.layout, value, tensors.dtype_name(self._local)))
         return self
 
     def zero_(self) -> DTensor:
         """Overwrite with zeros."""
-        self._refuse_recorded("zero_")
+        self._require_writable("zero_")
         self.backend.tensors.zero_(self._local)
         return self
 
     def _overwrite(self, name: str, draw: Callable, generator: Generator | None, **how: float) -> DTensor:
-        self._refuse_recorded(name)
+        self._require_writable(name)
         tensors = self.backend.tensors
         dtype = tensors.dtype_name(self._local)
         tensors.copy_(self._local, drawn(self.backend, self.layout, draw, generator, dtype, **how))
         return self
 
-    def _refuse_recorded(self, name: str) -> None:
+    def _require_writable(self, name: str) -> None:
+        """Before anything else: a call that is refused takes no draw."""
         if self.backend.autograd.requires_grad(self._local):
             raise ConfigError(f"{name} would overwrite the result of a recorded operation; use detach() before")
+        if self.backend.tensors.repeats_elements(self._local):
+            raise ConfigError(f"{name} would write several values to one place: the local tensor is an expanded one")
 
     # Arithmetic
 

@@ -39,7 +39,7 @@ class DeviceMesh:
 
     def __init__(self, shape: Sequence[int], names: Sequence[str], ranks: Sequence[int] | None = None):
         shape, names = whole_numbers(shape, "the sizes of a mesh are whole numbers"), _listed_names(names)
-        ranks = tuple(range(prod(shape))) if ranks is None else whole_numbers(ranks, "ranks of a mesh are whole numbers")
+        ranks = whole_numbers(range(prod(shape)) if ranks is None else ranks, "the ranks of a mesh are whole numbers")
         _check_mesh(shape, names, ranks)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "names", names)
@@ -103,7 +103,9 @@ class DeviceMesh:
             LayoutError: the rank is not in the mesh.
         """
         if rank not in self._position:
-            raise LayoutError(f"rank {rank} is not in the mesh {self._axes}, which holds the ranks {_short(self.ranks)}")
+            raise LayoutError(
+                f"rank {rank} is not in the mesh {self._axes}, which holds the ranks {_short(self.ranks)}"
+            )
         return self._position[rank]
 
     def place(self, rank: int) -> tuple[int, ...]:

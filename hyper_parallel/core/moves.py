@@ -27,6 +27,8 @@ def check_reduction(op: str, dtype: str) -> None:
         raise LayoutError(f'rows have no {op!r}: write "sum", "max" or "min"')
     if op == "sum" and dtype == "bool":
         raise LayoutError("bool has no sum: cast to an integer dtype")
+    if op != "sum" and dtype.startswith("complex"):
+        raise LayoutError(f"{dtype} has no {op}: complex numbers have no order")
 
 
 def row_length(numel: int, rows: int) -> int:

@@ -69,7 +69,7 @@ def test_a_pickled_mesh_is_found_among_the_keys_of_another_process():
         ((2.0,), ("shard",), None, "the sizes of a mesh are whole numbers, found"),
         ((1,), "shard", None, "the names of a mesh are a list, one for each axis, found 'shard'"),
         ((1,), None, None, "the names of a mesh are a list, one for each axis, found None"),
-        ((1,), ("shard",), ("0",), "ranks of a mesh are whole numbers, found"),
+        ((1,), ("shard",), ("0",), "the ranks of a mesh are whole numbers, found"),
     ],
 )
 def test_what_makes_no_mesh_is_refused(shape, names, ranks, says):

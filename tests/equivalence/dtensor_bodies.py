@@ -48,7 +48,7 @@ def part(layout: Layout, local: Tensor) -> DTensor:
         layout.mesh,
         layout.placements,
         shape=layout.shape,
-        gradient_placements=layout.gradient_placements,
+        grad_placements=layout.gradient_placements,
         run_check=False,
     )
 
@@ -94,7 +94,7 @@ def bias(backend: Backend, x: Layout, of_bias: Layout, ending: str, arrays: dict
         if ending == "whole":
             local, weights = result.full_tensor(), arrays["weights"]
         else:  # the sum of what all ranks weigh is the loss; where they hold the same, each takes a part of the weights
-            local = result.to_local(gradient_placements={"tensor": Partial()} if ending == "parts" else None)
+            local = result.to_local(grad_placements={"tensor": Partial()} if ending == "parts" else None)
             weights = result.layout.gradient.shard(arrays["weights"], rank)
             if ending == "parts":
                 weights = weights * (rank + 1) / sum(range(1, x.mesh.size + 1))
@@ -243,9 +243,9 @@ def column_parallel(backend: Backend, array: np.ndarray) -> list[np.ndarray]:
     rows = parameter(backend, layout.shard(array, rank))
     pending = {"tensor": Partial()}
     ways = (
-        lambda x: x.redistribute(placements=[Replicate()], gradient_placements=pending).to_local(),
-        lambda x: x.full_tensor(gradient_placements=pending),
-        lambda x: x.redistribute(placements={}).to_local(gradient_placements=[Partial()]),
+        lambda x: x.redistribute(placements=[Replicate()], grad_placements=pending).to_local(),
+        lambda x: x.full_tensor(grad_placements=pending),
+        lambda x: x.redistribute(placements={}).to_local(grad_placements=[Partial()]),
     )
     return [
         gradients_of(backend, lambda way=way: weighted(backend, way(part(layout, rows)), array * rank), [rows])[0]

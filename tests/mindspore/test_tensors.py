@@ -198,12 +198,27 @@ def test_in_place_functions_refuse_what_numpy_would_repeat_or_misplace():
         tensors.add_(ones(3), ones(1))
     strided = mint.transpose(ones(2, 3), 0, 1)
     for write in (
-        lambda: tensors.copy_(strided, ones(6)),
         lambda: tensors.scale_(strided, 2.0),
         lambda: tensors.add_(strided, ones(3, 2)),
     ):
         with pytest.raises(LayoutError, match="not contiguous"):
             write()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64", "complex64", "complex128"])
+def test_strided_tensors_are_overwritten_in_row_major_order(dtype):
+    flat = tensors.zeros((8,), dtype)
+    strided = tensors._strided(flat, 1, (3, 2), (1, 3))
+    values = np.array([1, 0, 1, 1, 0, 1], bool)
+    tensors.copy_(strided, tensors.from_numpy(values, dtype))
+    assert tensors.to_numpy(flat).tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
+    tensors.zero_(tensors._strided(flat, 2, (2, 2), (1, 3)))
+    assert tensors.to_numpy(flat).tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_an_expanded_tensor_repeats_its_elements():
+    assert tensors.repeats_elements(mint.broadcast_to(ones(1, 3), (4, 3)))
+    assert not any(map(tensors.repeats_elements, (ones(1, 3), mint.transpose(ones(2, 3), 0, 1))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -162,13 +162,23 @@ def test_in_place_functions_refuse_what_torch_would_repeat_or_misplace():
         tensors.copy_(torch.zeros(3), torch.zeros(1))
     with pytest.raises(LayoutError, match=r"add shape \(1,\) to shape \(3,\)"):
         tensors.add_(torch.zeros(3), torch.zeros(1))
-    strided = torch.zeros(2, 3).t()
-    for write in (
-        lambda: tensors.copy_(strided, torch.zeros(6)),
-        lambda: tensors.add_(strided, torch.zeros(3, 2)),
-    ):
-        with pytest.raises(LayoutError, match="not contiguous"):
-            write()
+    with pytest.raises(LayoutError, match="not contiguous"):
+        tensors.add_(torch.zeros(2, 3).t(), torch.zeros(3, 2))
+
+
+def test_strided_tensors_are_overwritten_in_row_major_order():
+    flat = torch.zeros(8)
+    strided = flat[1:7].view(2, 3).t()
+    tensors.copy_(strided, torch.arange(1.0, 7.0))
+    assert strided.tolist() == [[1, 2], [3, 4], [5, 6]] and flat.tolist() == [0, 1, 3, 5, 2, 4, 6, 0]
+    tensors.zero_(strided[1:])
+    assert flat.tolist() == [0, 1, 0, 0, 2, 0, 0, 0]
+
+
+def test_an_expanded_tensor_repeats_its_elements():
+    assert tensors.repeats_elements(torch.zeros(1, 3).expand(4, 3))
+    others = torch.zeros(1, 3).expand(1, 3), torch.zeros(2, 3).t(), torch.zeros(())
+    assert not any(map(tensors.repeats_elements, others))
 
 
 def test_chunks_are_contiguous_copies_and_concatenate_undoes_them():

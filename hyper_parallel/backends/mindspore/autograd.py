@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, ContextManager, Sequence
 
 import mindspore as ms
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _engine
 
+from hyper_parallel.backends.mindspore.tensors import copy_, dtype_name, empty
 from hyper_parallel.core.backend import Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 
@@ -25,6 +27,31 @@ def no_grad() -> ContextManager[None]:
 def requires_grad(tensor: Tensor) -> bool:
     """See `core.backend.Autograd`."""
     return bool(tensor._requires_grad) and tensor._grad_node is not None
+
+
+def takes_part(tensor: Tensor) -> bool:
+    """See `core.backend.Autograd`."""
+    return bool(tensor._requires_grad)
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """See `core.backend.Autograd`."""
+    return isinstance(tensor, ms.Parameter) and tensor.requires_grad
+
+
+def as_leaf(tensor: Tensor, like: Tensor) -> Tensor:
+    """See `core.backend.Autograd`. Always a parameter, with the name of `like`: nothing else asks for a gradient."""
+    return ms.Parameter(tensor, name=like.name) if isinstance(like, ms.Parameter) else ms.Parameter(tensor)
+
+
+def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """See `core.backend.Autograd`. MindSpore's own deep copy of a tensor that is no parameter shares its memory."""
+    if isinstance(tensor, ms.Parameter):
+        return copy.deepcopy(tensor, memo)
+    if id(tensor) not in memo:
+        memo[id(tensor)] = made = empty(tensor.shape, dtype_name(tensor))
+        copy_(made, tensor)
+    return memo[id(tensor)]
 
 
 class _Attach(_Function):

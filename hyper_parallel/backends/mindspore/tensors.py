@@ -9,7 +9,7 @@ in-place operators are used.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Iterable, Sequence
 
 import mindspore as ms
@@ -375,7 +375,7 @@ def memory_bytes() -> int:
     return int(ms.runtime.max_memory_allocated())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name(dtype: ms.Type) -> str:
     return str(dtype).lower()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, ContextManager, Sequence
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.core.backend import Parameter, Tensor
@@ -24,6 +26,27 @@ def no_grad() -> ContextManager[None]:
 def requires_grad(tensor: Tensor) -> bool:
     """See `core.backend.Autograd`."""
     return tensor.grad_fn is not None
+
+
+def takes_part(tensor: Tensor) -> bool:
+    """See `core.backend.Autograd`."""
+    return tensor.requires_grad
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """See `core.backend.Autograd`."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def as_leaf(tensor: Tensor, like: Tensor) -> Tensor:
+    """See `core.backend.Autograd`."""
+    tensor = tensor.detach()
+    return torch.nn.Parameter(tensor) if isinstance(like, torch.nn.Parameter) else tensor.requires_grad_()
+
+
+def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """See `core.backend.Autograd`."""
+    return copy.deepcopy(tensor, memo)
 
 
 class _Attach(torch.autograd.Function):
@@ -70,6 +93,12 @@ class _Differentiable(torch.autograd.Function):
         return passed, None, None
 
 
+def _refuse_forward_mode(tensor: Tensor) -> None:
+    """A tangent would get lost on the way, since transitions run without recording."""
+    if forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ConfigError("a transition has no forward-mode derivative: use backward() or torch.autograd.grad")
+
+
 class _Once(torch.autograd.Function):
     """A gradient whose own gradient nobody knows: better an error than a wrong number."""
 
@@ -89,6 +118,7 @@ def differentiable(
 ) -> Tensor:
     """See `core.backend.Autograd`. What `forward` keeps lives as long as the graph; it must not hold the result itself,
     which would keep the graph alive."""
+    _refuse_forward_mode(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _Differentiable.apply(tensor, forward, backward)
     with torch.no_grad():

@@ -1,8 +1,9 @@
 """`core.backend.Collectives` for PyTorch: gloo on a CPU, the device's own library (nccl, hccl) elsewhere.
 
-What gloo lacks is made up for here. Its reduce-scatter is an all-reduce underneath and writes the result only inside
-`wait`, so on a CPU the ranks exchange their pieces directly and sum them in rank order. It sums half precision in half
-precision, so sums go through float32.
+What the libraries lack is made up for here. Dtypes that they do not know travel as bytes and are summed in wider ones.
+The reduce-scatter of gloo is an all-reduce underneath and writes the result only inside `wait`, so on a CPU the ranks
+exchange their pieces directly and sum them in rank order. It sums half precision in half precision, so there sums go
+through float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hyper_parallel.backends.torch.joining import join, set_device
+from hyper_parallel.backends.torch.tensors import wide
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.job import Call, Job, RankGroup
@@ -23,7 +25,9 @@ from hyper_parallel.core.job import Call, Job, RankGroup
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SUM_IN_FLOAT32 = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
+# What every communication library moves; anything else travels as bytes.
+_MOVABLE = {torch.float32, torch.float64, *_HALF, torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
 
 _job = Job()
 _joined_here = False  # or a process group of the program is used as it is
@@ -90,7 +94,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: RankGroup, asyn
     """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
     call = Call("all_gather", group)
     checks.check_all_gather(call, output, input)
-    target, source = _flat(output), _flat(input)
+    target, source = _movable(output), _movable(input)
     if _stays_here(group, target):
         return _copied(target, source)
     return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=async_op)])
@@ -100,13 +104,18 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: RankGroup, 
     """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
     call = Call("reduce_scatter", group)
     checks.check_reduce_scatter(call, output, input)
-    target, source = _flat(output), _flat(input)
+    target, source = _summable(output), _summable(input)
     if _stays_here(group, target):
         return _copied(target, source)
     if source.device.type == "cpu":
         return _exchange_and_sum(call, target, source, async_op)
+    summed = source.to(_summed_in(source))
+    total = torch.empty_like(target, dtype=summed.dtype) if summed.dtype != target.dtype else target
     return _launch(
-        call, async_op, lambda: [_reduce_scatter_single(target, source, group=group.handle, async_op=async_op)]
+        call,
+        async_op,
+        lambda: [_reduce_scatter_single(total, summed, group=group.handle, async_op=async_op)],
+        finish=None if total is target else lambda: target.copy_(total),
     )
 
 
@@ -114,11 +123,11 @@ def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -
     """Sum over the group, in place."""
     call = Call("all_reduce", group)
     checks.check_all_reduce(call, tensor)
-    target = _flat(tensor)
+    target = _summable(tensor)
     if _stays_here(group, target):
         return _DONE
-    if target.dtype in _SUM_IN_FLOAT32 and target.device.type == "cpu":
-        total = target.float()
+    if (precision := _summed_in(target)) != target.dtype:
+        total = target.to(precision)
         return _launch(
             call,
             async_op,
@@ -132,7 +141,7 @@ def broadcast(tensor: torch.Tensor, source: int, group: RankGroup, async_op: boo
     """Overwrite `tensor` with that of global rank `source`."""
     call = Call("broadcast", group)
     checks.check_broadcast(call, tensor, source)
-    target = _flat(tensor)
+    target = _movable(tensor)
     if _stays_here(group, target):
         return _DONE
     return _launch(call, async_op, lambda: [dist.broadcast(target, source, group=group.handle, async_op=async_op)])
@@ -150,10 +159,13 @@ def all_to_all(
     Splits are element counts (zero allowed), equal when not given."""
     call = Call("all_to_all", group)
     checks.check_all_to_all(call, output, input, output_splits, input_splits)
-    target, source = _flat(output), _flat(input)
+    target, source = _movable(output), _movable(input)
     if group.size == 1:
         return _copied(target, source)
-    splits = output_splits, input_splits
+    scale = input.element_size() // source.element_size()  # 1, or bytes
+    splits = [
+        None if counts is None else [count * scale for count in counts] for counts in (output_splits, input_splits)
+    ]
     return _launch(
         call,
         async_op,
@@ -165,7 +177,7 @@ def send(tensor: torch.Tensor, destination: int, group: RankGroup, async_op: boo
     """Send to global rank `destination`. Sends and receives of a pair match in order; there are no tags."""
     call = Call("send", group)
     checks.check_peer(call, tensor, "destination", destination)
-    source = _flat(tensor)
+    source = _movable(tensor)
     return _launch(call, async_op, lambda: [dist.isend(source, destination, group=group.handle)])
 
 
@@ -173,7 +185,7 @@ def receive(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool 
     """Receive into `tensor` from global rank `source`."""
     call = Call("receive", group)
     checks.check_peer(call, tensor, "source", source)
-    target = _flat(tensor)
+    target = _movable(tensor)
     return _launch(call, async_op, lambda: [dist.irecv(target, source, group=group.handle)])
 
 
@@ -246,15 +258,14 @@ def _exchange_and_sum(call: Call, target: torch.Tensor, source: torch.Tensor, as
 
     def start() -> list[dist.Work]:
         # Receives first: a payload that nobody waits for blocks the connection in both directions.
-        receives = [dist.irecv(pieces[i], group.ranks[i], group.handle) for i in senders]
-        sends = [dist.isend(own[i], group.ranks[i], group.handle) for i in receivers]
+        receives = [dist.irecv(_movable(pieces[i]), group.ranks[i], group.handle) for i in senders]
+        sends = [dist.isend(_movable(own[i]), group.ranks[i], group.handle) for i in receivers]
         return receives + sends
 
     def finish() -> None:
-        precision = torch.float32 if target.dtype in _SUM_IN_FLOAT32 else target.dtype
-        total = pieces[0].to(precision, copy=True)  # a copy: it may be the caller's input
+        total = pieces[0].to(wide(target.dtype), copy=True)  # a copy: it may be the caller's input
         for piece in pieces[1:]:
-            total += piece
+            total += piece.to(total.dtype)
         target.copy_(total)
 
     return _launch(call, async_op, start, finish)
@@ -274,6 +285,24 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> _Work:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a contiguous tensor: 1-D over the same memory, without history."""
     return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as `_flat` gives them, or their bytes."""
+    flat = _flat(tensor)
+    return flat if flat.dtype in _MOVABLE else flat.view(torch.uint8)
+
+
+def _summable(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as `_flat` gives them, complex numbers as their parts, which are summed alike."""
+    flat = _flat(tensor)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _summed_in(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which elements are summed; accelerators sum half precision themselves."""
+    native = tensor.dtype in _HALF and tensor.device.type != "cpu"
+    return tensor.dtype if native else wide(tensor.dtype)
 
 
 def _make_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Iterable, Sequence
 
 import numpy as np
@@ -258,7 +258,7 @@ def memory_bytes() -> int:
     return torch.accelerator.max_memory_allocated()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
