@@ -177,7 +177,7 @@ def test_strided_tensors_are_overwritten_in_row_major_order():
 
 def test_an_expanded_tensor_repeats_its_elements():
     assert tensors.repeats_elements(torch.zeros(1, 3).expand(4, 3))
-    others = torch.zeros(1, 3).expand(1, 3), torch.zeros(2, 3).t(), torch.zeros(())
+    others = torch.zeros(1, 3).expand(1, 3), torch.zeros(2, 3).t(), torch.zeros(()), torch.zeros(5, 0)
     assert not any(map(tensors.repeats_elements, others))
 
 

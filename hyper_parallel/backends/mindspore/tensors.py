@@ -68,7 +68,8 @@ def to_numpy(tensor: ms.Tensor) -> np.ndarray:
 
 def repeats_elements(tensor: ms.Tensor) -> bool:
     """Tell whether elements of different places are one in memory, so that they can't be overwritten."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape))
+    strides = zip(tensor.stride(), tensor.shape) if tensor.size else ()
+    return any(stride == 0 and size > 1 for stride, size in strides)
 
 
 def has_values(tensor: ms.Tensor) -> bool:
