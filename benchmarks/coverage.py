@@ -31,12 +31,18 @@ RANKS = 2
 _LAYERS = {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4}
 SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"num_hidden_layers": 4, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "falcon": {"num_attention_heads": 64},
+    "falcon": {
+        "hidden_size": 8192,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "num_kv_heads": 8,
+        "new_decoder_architecture": True,
+    },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": _LAYERS | {"num_experts": 8},
     "ministral": {"head_dim": 128},
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "partial_rotary_factor": 0.5},
     "reformer": {"is_decoder": True},
     "xglm": {"num_attention_heads": 16},
 }

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hyper_parallel as hp
+from hyper_parallel import PlanError, backends
+from hyper_parallel.core.plan.model import describe
+from hyper_parallel.core.plan.roles import assign_roles
 from tests.torch.all_ranks import double_precision, gradients_of_all_ranks
 
 SIZES = {
@@ -174,3 +179,67 @@ def test_all_ranks_together_are_the_model(family, ranks, sequence_parallel):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families_too(name):
     hold_against_the_model(*OTHERS[name], ranks=2, sequence_parallel=name not in READ_THE_LENGTH)
+
+
+# Every type there is.
+
+NOT_RUN = {
+    "emu3": "its images' tokenizer is made at full size",
+    "gpt-sw3": "is gpt2",
+    "llama4": "its text model is llama4_text",
+}
+"""Types that are planned, and not carried out here: why not."""
+
+MADE_BY_NO_DEFAULT = set(
+    "cohere_compass_text dbrx dots1 gemma3n gemma4_assistant hunyuan_v1_dense hunyuan_v1_moe lfm2_moe ministral musicgen "
+    "musicgen_melody nemotron prophetnet qwen4_exp qwen4_exp_text reformer".split()
+)
+"""Types whose default configuration, made shallow, makes no model."""
+
+WHOLE = {
+    "position_embedding",
+    "projection",
+    "norm",
+    "head_norm",
+    "wide_norm",
+    "latent",
+    "latent_norm",
+    "router",
+    "router_bias",
+    "router_correction",
+    "shared_expert_gate",
+}
+"""Roles that `tensor` leaves whole; of others only biases are, behind a weight that is cut along its inputs."""
+
+
+def shallow(model_type: str) -> torch.nn.Module | None:
+    """The model of a default configuration with a few layers, without values; None where that makes none."""
+    try:
+        config = AutoConfig.for_model(model_type)
+        for each in (config, getattr(config, "text_config", None) or config):
+            if getattr(each, "num_hidden_layers", 0) > 8 and getattr(each, "layer_types", None) is None:
+                each.num_hidden_layers = 8
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    except Exception:  # a configuration fails wherever the model's code first stumbles over it
+        return None
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_type_is_planned_as_proven_or_refused_by_name(model_type):
+    model = shallow(model_type)
+    if model is None:
+        assert model_type in MADE_BY_NO_DEFAULT
+        return
+    description = describe(model, backends.load("torch"))
+    try:
+        plan = hp.plan(description, hp.DeviceMesh((2,), ("tensor",)))
+    except PlanError as error:
+        # Names that differ in numbers only are told once, in the line to paste with "*" for the number.
+        told = str(error)
+        for name in assign_roles(description).unknown:
+            assert name in told or re.sub(r"\.\d+(?=\.|$)", ".*", name) in told
+        return
+    assert model_type in {kind for kind, _ in (*FAMILIES.values(), *OTHERS.values())} | set(NOT_RUN)
+    for each in plan.parameters:
+        assert each.placements or each.role in WHOLE or each.name.endswith("bias"), each.name
