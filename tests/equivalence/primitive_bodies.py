@@ -70,9 +70,7 @@ def moves_like_numpy(backend: Backend) -> None:
                 holder = tensors.from_numpy(np.concatenate([margin, before, margin]), dtype)
                 other = tensors.from_numpy(np.concatenate([margin, source, margin]), dtype)
                 if embedded:
-                    tensors.move_(
-                        tensors.alias(holder, MARGIN, (5, 6)), tensors.alias(other, MARGIN, (NUMEL,)), moves
-                    )
+                    tensors.move_(tensors.alias(holder, MARGIN, (5, 6)), tensors.alias(other, MARGIN, (NUMEL,)), moves)
                 else:
                     whole = tensors.from_numpy(before, dtype)
                     tensors.move_(whole, tensors.from_numpy(source, dtype), moves)

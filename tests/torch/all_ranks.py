@@ -19,7 +19,15 @@ from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.plan.contracts import Contract
 from hyper_parallel.core.plan.role_rules import ROLES
 
-HEADS = {"num_heads", "num_attention_heads", "n_head", "n_heads", "num_kv_heads", "num_key_value_heads", "num_key_heads"}
+HEADS = {
+    "num_heads",
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "num_key_heads",
+}
 WIDTHS = {"split_size", "embed_dim", "hidden_size", "inner_dim", "attn_hidden_size"}
 """Attributes from which an attention reads the number of heads, or the features of all heads together."""
 
@@ -113,7 +121,9 @@ class RankModel:
         self._make_local()
         self._count_heads()
         self._shift_tokens()
-        boundaries = sorted(plan.boundaries, key=lambda each: -each.module.count("."))  # inner ones act first on outputs
+        boundaries = sorted(
+            plan.boundaries, key=lambda each: -each.module.count(".")
+        )  # inner ones act first on outputs
         for each in boundaries:
             self._hook(each.module, each.inputs, each.outputs)
         self._add_biases()

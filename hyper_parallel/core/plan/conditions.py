@@ -60,9 +60,7 @@ class Facts:
         ):
             return self._compare(key, found, match.group(1), match.group(2), complain)
         if not isinstance(condition, (str, int, float)):
-            complain(
-                f"when.{key}: found {reprlib.repr(condition)}, write a value (2), a comparison ('>1') or a list"
-            )
+            complain(f"when.{key}: found {reprlib.repr(condition)}, write a value (2), a comparison ('>1') or a list")
             return False
         # In Python True equals 1, and a size is no truth value.
         return condition == found and isinstance(condition, bool) == isinstance(found, bool)

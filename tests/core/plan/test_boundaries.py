@@ -80,9 +80,7 @@ def test_roles_that_make_a_boundary(roles, expected):
     assert type_of(*roles) == expected
 
 
-@pytest.mark.parametrize(
-    "roles", [("query", "up"), ("norm", "head"), ("embedding", "head"), ("router", "up")]
-)
+@pytest.mark.parametrize("roles", [("query", "up"), ("norm", "head"), ("embedding", "head"), ("router", "up")])
 def test_roles_that_make_none_are_told(roles):
     with pytest.raises(PlanError) as error:
         type_of(*roles)

@@ -72,7 +72,9 @@ def test_one_key_and_value_for_all_heads_are_made_whole():
 
 
 def test_norms_with_weights_for_each_head_go_with_their_heads():
-    parameters = linears("layers.0.self_attn", False, q_proj=(32, 32), k_proj=(16, 32), v_proj=(16, 32), o_proj=(32, 32))
+    parameters = linears(
+        "layers.0.self_attn", False, q_proj=(32, 32), k_proj=(16, 32), v_proj=(16, 32), o_proj=(32, 32)
+    )
     parameters |= {
         "layers.0.self_attn.q_norm.weight": ((4, 8), "CohereLayerNorm"),
         "layers.0.self_attn.k_norm.weight": ((2, 8), "CohereLayerNorm"),

@@ -72,7 +72,9 @@ SMALL_CHANGES = {
 
 
 @pytest.mark.parametrize("change", SMALL_CHANGES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi3", "olmo2", "llama_bias"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi3", "olmo2", "llama_bias"]
+)
 def test_small_changes_of_names_give_the_same_plan_or_a_refusal(name, change):
     old, new = SMALL_CHANGES[change]
     same_or_refused(stored(name), lambda each: each.replace(old, new))
