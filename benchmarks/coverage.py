@@ -1,8 +1,8 @@
-"""What is planned of every causal language model of Hugging Face, beside the tensor-parallel plans that its authors wrote.
+"""What is planned of every causal language model of Hugging Face, beside the tensor-parallel plans of its authors.
 
-Models are made on the meta device from the default configuration of their type, which for most is that of a published model,
-or from the sizes below. "Sharded" is the share of the bytes of all parameters that `tensor=2` cuts. The hand-written plans are what
-`model.tp_plan` of transformers says; of their styles those that cut a weight count.
+Models are made on the meta device from the default configuration of their type, which for most is that of a published
+model, or from the sizes below. "Sharded" is the share of the bytes of all parameters that `tensor=2` cuts. The
+hand-written plans are what `model.tp_plan` of transformers says; of their styles those that cut a weight count.
 
     python benchmarks/coverage.py [--out docs/coverage.md]
 """
@@ -99,7 +99,7 @@ def _row(model_type: str, model: ModelDescription, written: dict[str, str]) -> R
 
 
 def _cut_by_hand(model: ModelDescription, written: dict[str, str]) -> set[str]:
-    """Parameters that a hand-written plan cuts: named themselves, or by their module. A bias behind a row-wise cut is whole."""
+    """Parameters that a hand-written plan cuts: itself named, or its module. A bias behind a row-wise cut is whole."""
     found = set()
     names = [(each.name, each.name, len(each.shape)) for each in model.parameters]
     dims = {each.name: len(each.shape) for each in model.parameters}
@@ -137,14 +137,17 @@ def table(found: list[Row]) -> str:
         "",
         f"Of {len(found)} types of causal language models, {len(planned)} are planned without an override, "
         f"{sum(each.note.startswith('refused') for each in found)} are refused with every parameter that is not known, "
-        f"and {sum(each.note.startswith('not made') for each in found)} make no model from their default configuration.",
-        f"{len(with_theirs)} come with a hand-written tensor-parallel plan. Of the {len(both)} that are planned both ways, ours cuts "
+        f"and {sum(each.note.startswith('not made') for each in found)} make no model from their default "
+        "configuration.",
+        f"{len(with_theirs)} come with a hand-written tensor-parallel plan. Of the {len(both)} that are planned "
+        "both ways, ours cuts "
         f"more in {sum(each.ours > each.theirs + 1e-9 for each in both)}, as much in "
         f"{sum(abs(each.ours - each.theirs) <= 1e-9 for each in both)} and less in "
         f"{sum(each.ours < each.theirs - 1e-9 for each in both)}; "
         f"{len(planned) - len(both)} more are planned by ours alone.",
         "",
-        "Shares are of the bytes of all parameters, cut over `tensor=2`. That plans compute what the model computes is held by "
+        "Shares are of the bytes of all parameters, cut over `tensor=2`. That plans compute what the model "
+        "computes is held by "
         "`tests/torch/test_hugging_face.py`.",
         "",
         "| Model type | Parameters | By hand | Ours | |",

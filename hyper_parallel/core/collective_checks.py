@@ -6,7 +6,7 @@ them made the same mistake. These checks stand before every collective, so where
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, Sequence
 
 from hyper_parallel.core.backend import Tensor
@@ -81,7 +81,7 @@ def _check_sum(call: Call, tensor: Tensor) -> None:
         raise call.error("bool has no sum: cast to an integer dtype")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name(dtype: Any) -> str:
     """The numpy spelling of a framework's dtype, whose own text is like "torch.float32" or "Float32"."""
     return str(dtype).rpartition(".")[2].lower()

@@ -39,6 +39,10 @@ Placements = Sequence[Placement] | Mapping[str, Placement]
 """One placement for each mesh axis in order, or `{axis name: placement}` where what is not named is replicated."""
 
 
+WHOLE = Replicate()
+"""Where nothing is said."""
+
+
 class Cut(NamedTuple):
     """One mesh axis's split of a tensor dim, or of several leading ones."""
 
@@ -310,7 +314,7 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def in_order(mesh: DeviceMesh, placements: Placements, unnamed: Placement | None = Replicate()) -> tuple:
+def in_order(mesh: DeviceMesh, placements: Placements, unnamed: Placement | None = WHOLE) -> tuple:
     """The placements of the axes of a mesh, in order; `unnamed` where placements by name leave an axis out.
 
     Raises:

@@ -1,7 +1,8 @@
 """All tensor ranks of a plan in one process: a thread for each, meeting where boundaries say so.
 
-Every thread runs the model's own, unmodified forward on its local parameters; hooks at the boundaries' modules do what contracts say, forward and
-backward, by putting whole tensors together and cutting them up again. What a contract calls a copy is checked to be one.
+Every thread runs the model's own, unmodified forward on its local parameters; hooks at the boundaries' modules do
+what contracts say, forward and backward, by putting whole tensors together and cutting them up again. What a contract
+calls a copy is checked to be one.
 """
 
 from __future__ import annotations
@@ -283,8 +284,8 @@ def double_precision() -> Iterator[None]:
 
 
 def gradients_of_all_ranks(model, plan, inputs, weights, ranks):
-    """Logits, and each parameter's gradient as it comes out of the ranks: a list of local gradients by name, reduced over
-    `tensor` where the plan says that they are pending."""
+    """Logits, and each parameter's gradient as it comes out of the ranks: a list of local gradients by name, reduced
+    over `tensor` where the plan says that they are pending."""
     meeting = Meeting(ranks)
     rank_models = [RankModel(model, plan, meeting, rank, len(weights)) for rank in range(ranks)]
 

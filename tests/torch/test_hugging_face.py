@@ -1,4 +1,4 @@
-"""Plans of Hugging Face's models, carried out: every rank runs the unmodified forward on its part, and all of it together is the model."""
+"""Plans of Hugging Face's models, carried out: ranks run the unmodified forward on their parts; all make the model."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def hold_against_the_model(model_type: str, sizes: dict, ranks: int, sequence_pa
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Norms and softmax work in float32 inside, so what differs in rounding differs by some 1e-7 of the largest; what is
-    cut wrongly or counted twice differs by as much as it is."""
+    """Norms and softmax work in float32 inside, so what differs in rounding differs by some 1e-7 of the largest; what
+    is cut wrongly or counted twice differs by as much as it is."""
     if found.shape != expected.shape:
         return False
     scale = max(expected.abs().max().item() if expected.numel() else 0.0, 1e-3)
@@ -191,7 +191,8 @@ NOT_RUN = {
 """Types that are planned, and not carried out here: why not."""
 
 MADE_BY_NO_DEFAULT = set(
-    "cohere_compass_text dbrx dots1 gemma3n gemma4_assistant hunyuan_v1_dense hunyuan_v1_moe lfm2_moe ministral musicgen "
+    "cohere_compass_text dbrx dots1 gemma3n gemma4_assistant hunyuan_v1_dense hunyuan_v1_moe lfm2_moe ministral "
+    "musicgen "
     "musicgen_melody nemotron prophetnet qwen4_exp qwen4_exp_text reformer".split()
 )
 """Types whose default configuration, made shallow, makes no model."""

@@ -48,7 +48,8 @@ def _check_axes(mesh: DeviceMesh) -> None:
     if more:
         raise ConfigError(
             f"parallelize: this plan is for the mesh {mesh}, and running the axes {', '.join(more)} is not offered "
-            "yet; such a plan can be printed, explained and saved. To run, plan on a mesh in which only replicate and shard "
+            "yet; such a plan can be printed, explained and saved. To run, plan on a mesh in which only "
+            "replicate and shard "
             "have more than one rank"
         )
 

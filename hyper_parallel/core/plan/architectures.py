@@ -142,4 +142,4 @@ GATED_QUERIES: frozenset[str] = frozenset({"Qwen3NextAttention", "Qwen3_5Attenti
 """Attention whose query projection gives, head by head, a query and a gate of the same size."""
 
 RESIDUAL_INSIDE: frozenset[str] = frozenset({"BloomAttention", "BloomMLP", "MptMLP"})
-"""Modules that add hidden states from outside to their result: what is summed up over ranks is their last linear's output alone."""
+"""Modules that add hidden states from outside to their result: only their last linear's output is summed over ranks."""

@@ -79,7 +79,7 @@ def _plan_parameter(parameter: ParameterDescription, mesh: DeviceMesh, unit: str
 
 
 def notes_on_shards(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> Iterator[str]:
-    """What fully sharded data parallelism splits so that some ranks hold nothing, or not at all: a sentence for each kind."""
+    """What `shard` splits so that some ranks hold nothing, or does not split at all: a sentence for each kind."""
     size = mesh.axis_size("shard")
     if size == 1:
         return

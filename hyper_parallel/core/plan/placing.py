@@ -31,7 +31,7 @@ _STREAM = ("norm", "projection")
 
 @dataclass(frozen=True)
 class Problem:
-    """What forbids a placement: `rule` names the check, `message` tells sizes and why, `line` mends it in an override."""
+    """What forbids a placement: `rule` names the check, `message` sizes and reason, `line` mends it in an override."""
 
     rule: str
     message: str
@@ -102,7 +102,7 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
 
 
 def _notes_on_bias(assignment: Assignment, ranks: int) -> tuple[str, ...]:
-    """Of a bias behind a weight that is cut along its inputs. Experts weigh their outputs before these are summed up."""
+    """Of a bias behind a weight cut along its inputs. Experts weigh their outputs before these are summed up."""
     if assignment.input_dim is not None:
         return ()
     if ROLES[assignment.role].boundary == "experts":
@@ -239,5 +239,5 @@ def _computes_part(assignment: Assignment, around: Surroundings) -> bool:
 
 
 def has_few_heads(assignment: Assignment, mesh: DeviceMesh) -> bool:
-    """Tell whether there are fewer heads than tensor ranks: then every rank has all of them and goes on with its own."""
+    """Tell whether there are fewer heads than tensor ranks: then every rank has all of them and uses its own."""
     return assignment.heads is not None and assignment.heads < mesh.axis_size("tensor")

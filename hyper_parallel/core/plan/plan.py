@@ -30,7 +30,8 @@ class ParameterPlan:
 
     `role` says what it is ("" where nothing had to know), `rule` why, `boundary` the module that it acts in. `pending`
     are the mesh axes along which the raw gradient of the local part is a partial sum. `local_shape` is that of the
-    first rank: the most that any holds, except of an expert that lies on another one. `notes` are what is worth knowing.
+    first rank: the most that any holds, except of an expert that lies on another one. `notes` are what is worth
+    knowing.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Where every parameter of the stored models goes over `tensor`, and what crosses each boundary, told from forward code.
+"""Where every parameter of the stored models goes over `tensor`, and what crosses boundaries, told from forward code.
 
 A code says how the ranks of `tensor` share a parameter:
 
@@ -7,7 +7,7 @@ A code says how the ranks of `tensor` share a parameter:
 | `cut D` | along dim D; each rank computes all of its part's gradient |
 | `blocks D N` | along dim D within each of the N blocks that lie end to end there |
 | `few D` | along dim D while each rank gets a key/value head; else whole on each, for the queries of that rank |
-| `few norm` | a norm over all key/value heads: whole, on whole heads; with too few heads each rank uses what it made of one |
+| `few norm` | a norm over all key/value heads: whole, on whole heads; with too few each rank uses what it made of one |
 | `stream` | whole, acts on hidden states: with sequence parallelism each rank sees a part of the tokens |
 | `inside` | whole, acts between cut parameters: each rank computes a part of its gradient |
 | `alone` | whole, and every rank computes all of its gradient |
@@ -50,7 +50,8 @@ DENSE_BIASES = at(MLP, gate_proj_b="cut 0", up_proj_b="cut 0", down_proj_b="stre
 SHARED = at(f"{MLP}.shared_experts", gate_proj="cut 0", up_proj="cut 0", down_proj="cut 1")
 # q_norm(q.view(.., 8)): each rank norms its own heads with the same weights.
 HEAD_NORMS = everywhere(ATTENTION, "inside", "q_norm", "k_norm")
-# linear(x, gate_up[e]).chunk(2): a rank needs gates and the ups that belong to them. The router's scores weigh what a rank made.
+# linear(x, gate_up[e]).chunk(2): a rank needs gates and the ups that belong to them. The router's scores weigh what a
+# rank made.
 EXPERTS = {
     f"{MLP}.experts.gate_up_proj": "blocks 1 2 +E",
     f"{MLP}.experts.down_proj": "cut 2 +E",
@@ -110,7 +111,8 @@ FALCON = (
         "transformer.ln_f.bias": "stream",
     }
     | at(BLOCK, input_layernorm="stream", input_layernorm_b="stream")
-    # 4 queries, one key and one value end to end: no rank can have its part of each. Rows are cut as they come, made whole after.
+    # 4 queries, one key and one value end to end: no rank can have its part of each. Rows are cut as they come, made
+    # whole after.
     | at(f"{BLOCK}.self_attention", query_key_value="cut 0", dense="cut 1")
     | at(f"{BLOCK}.mlp", dense_h_to_4h="cut 0", dense_4h_to_h="cut 1")
 )
@@ -247,8 +249,8 @@ KINDS: dict[str, Kinds] = {
 """What each boundary's module does with hidden states, where no layer differs from the others in kind."""
 
 SIDES: dict[str, tuple[str, str]] = {
-    # Input, output: how the tensor lies before > after, the gradient of the latter, and that of the former. S: as hidden
-    # states lie between boundaries; R: the same on all ranks; P: a sum over ranks; F: features are cut.
+    # Input, output: how the tensor lies before > after, the gradient of the latter, and that of the former. S: as
+    # hidden states lie between boundaries; R: the same on all ranks; P: a sum over ranks; F: features are cut.
     "embedding": ("R > R: R, R", "P > S: S, R"),
     "positions": ("R > R: R, R", "R > S: S, R"),
     "norm": ("S > S: S, S", "S > S: S, S"),

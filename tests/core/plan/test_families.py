@@ -80,7 +80,8 @@ def test_data_parallelism_cuts_what_the_other_axes_leave(name, ranks):
         code = PLACES[name][parameter]
         _, dim = shared_over_tensor(code, ranks)
         ways = ranks if dim == 0 else 2 if "+E" in code else 1
-        # All first dims here keep both ranks busy, or there is no other dim. Cut after the other axes, pieces are strided.
+        # All first dims here keep both ranks busy, or there is no other dim. Cut after the other axes, pieces are
+        # strided.
         assert placements.pop("shard") == (f"strided_shard(0, {ways})" if ways > 1 else "shard(0)"), parameter
         assert "shard" in pending
 

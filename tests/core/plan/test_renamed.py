@@ -1,4 +1,4 @@
-"""Models renamed in small ways: the same plan under other names, or a refusal that tells every parameter; never another cut."""
+"""Models renamed in small ways: the same plan under other names, or a refusal of every parameter; never another cut."""
 
 from __future__ import annotations
 
