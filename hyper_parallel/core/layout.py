@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
+from typing import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from hyper_parallel.core.cuts import Cut, cuts_of
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import (
@@ -41,14 +42,6 @@ Placements = Sequence[Placement] | Mapping[str, Placement]
 
 WHOLE = Replicate()
 """Where nothing is said."""
-
-
-class Cut(NamedTuple):
-    """One mesh axis's split of a tensor dim, or of several leading ones."""
-
-    axis: int
-    blocks: int = 1
-    ragged: RaggedShard | None = None
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -96,7 +89,7 @@ class Layout:
         object.__setattr__(self, "placements", resolved)
         object.__setattr__(self, "shape", shape)
         _check_partial(self)
-        object.__setattr__(self, "cuts", _cuts(self))
+        object.__setattr__(self, "cuts", cuts_of(mesh, resolved, shape))
         object.__setattr__(self, "gradient_placements", _gradient_placements(self, gradient))
         object.__setattr__(self, "_hash", hash((mesh, resolved, shape, self.gradient_placements)))
         object.__setattr__(self, "_pieces", {})
@@ -394,57 +387,6 @@ def _check_partial(layout: Layout) -> None:
             f"{found} can't be pending together: the value depends on which is done first; "
             "redistribute one of them before"
         )
-
-
-def _cuts(layout: Layout) -> tuple[tuple[Cut, ...], ...]:
-    """For each tensor dim, the cuts of it in the order in which they are applied."""
-    orders: list[list[Cut]] = [[] for _ in layout.shape]
-    mesh = layout.mesh
-    for axis in reversed(range(len(mesh.names))):
-        placement = layout.placements[axis]
-        if mesh.shape[axis] == 1:
-            continue
-        if isinstance(placement, Shard):
-            _refuse_beside_ragged(layout, axis, orders, (placement.dim,))
-            orders[placement.dim].insert(0, Cut(axis))
-        elif isinstance(placement, StridedShard):
-            _refuse_beside_ragged(layout, axis, orders, (placement.dim,))
-            _insert_strided(layout, axis, orders[placement.dim])
-        elif isinstance(placement, RaggedShard):
-            _refuse_beside_ragged(layout, axis, orders, placement.dims, all_cuts=True)
-            for dim in placement.dims:
-                orders[dim].append(Cut(axis, 1, placement))
-    return tuple(map(tuple, orders))
-
-
-def _insert_strided(layout: Layout, axis: int, order: list[Cut]) -> None:
-    """Put the cut behind those whose sizes multiply to its split factor."""
-    placement, sizes = layout.placements[axis], layout.mesh.shape
-    before = [prod(sizes[cut.axis] for cut in order[:place]) for place in range(len(order) + 1)]
-    if placement.split_factor in before:
-        order.insert(before.index(placement.split_factor), Cut(axis))
-    elif not order:
-        order.append(Cut(axis, placement.split_factor))
-    else:
-        right = ", ".join(f"{layout.mesh.names[cut.axis]}={sizes[cut.axis]}" for cut in order)
-        raise LayoutError(
-            f"axis {layout.mesh.names[axis]!r}: {placement} does not fit the axes to its right that split dim "
-            f"{placement.dim} ({right}); split_factor is the product of the sizes of those that split first, "
-            f"one of {before}"
-        )
-
-
-def _refuse_beside_ragged(
-    layout: Layout, axis: int, orders: list[list[Cut]], dims: Sequence[int], all_cuts: bool = False
-) -> None:
-    names = layout.mesh.names
-    for dim in dims:
-        other = next((cut for cut in orders[dim] if cut.ragged or all_cuts), None)
-        if other is not None:
-            raise LayoutError(
-                f"axis {names[axis]!r}: {layout.placements[axis]} can't share dim {dim} with "
-                f"{layout.placements[other.axis]} on axis {names[other.axis]!r}; a ragged shard has its dims for itself"
-            )
 
 
 def _gradient_placements(layout: Layout, gradient: Placements | None) -> tuple[Placement, ...]:
