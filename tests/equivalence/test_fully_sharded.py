@@ -131,13 +131,13 @@ def test_a_plan_is_applied_as_it_says_or_not_at_all(pool, backend_name):
     for rank, messages in enumerate(pool(backend_name, 2).run(f"{BODIES}:edited_plans")):
         assert messages.pop("dim 1") == f"applied: (7, {2 - rank})"
         expected = {
-            "dim 5": "layers.0.up is placed as shard(5), a dim that its shape [7, 3] does not have",
+            "dim 5": "layers.0.up: placements: axis 'shard': shard(5) names dim 5",
             "partial": "layers.0.up is placed as shard: partial",
-            "axis": "layers.0.up is placed as tensor: shard(0)",
+            "axis": "layers.0.up: placements: a placement names the axis 'tensor'",
             "dtype": "layers.0.up has dtype float64, planned was float32",
             "frozen": "layers.0.up has trainable True, planned was False",
             "moved": "layers.0.up belongs to the unit 'layers.1'",
-            "no root": "embed belongs to the unit ''",
+            "no root": "parameters: embed: unit: found ''",
             "root first": "the unit 'layers.0' comes after ''",
             "twice": "the unit 'layers.1' is named twice",
             "missing": "layers.0.up is in the model only",

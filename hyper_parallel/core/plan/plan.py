@@ -172,7 +172,6 @@ class ShardingPlan:
                     "rule": each.rule,
                     "boundary": each.boundary,
                     "pending": list(each.pending),
-                    "local_shape": list(each.local_shape),
                     "notes": list(each.notes),
                 }
                 for each in self.parameters

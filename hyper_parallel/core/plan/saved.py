@@ -196,10 +196,6 @@ def _parameter(name: str, values: Mapping[str, Any], layouts: _Layouts, units: s
     shape = _numbers(values, "shape", where)
     placements = _placements(values, "placements", where)
     layout = layouts.check(placements, shape, f"{where}: placements")
-    local = _numbers(values, "local_shape", where)
-    if local != layout.local_shape(layouts.mesh.ranks[0]):
-        is_so = list(layout.local_shape(layouts.mesh.ranks[0]))
-        raise PlanError(f"{where}: local_shape: found {_short(list(local))}, the placements give {is_so}")
     return ParameterPlan(
         name=name,
         shape=shape,
@@ -211,7 +207,7 @@ def _parameter(name: str, values: Mapping[str, Any], layouts: _Layouts, units: s
         rule=_get(values, "rule", str, where),
         boundary=_get(values, "boundary", str, where),
         pending=_axes(values, "pending", where, layouts.mesh),
-        local_shape=local,
+        local_shape=layout.local_shape(layouts.mesh.ranks[0]),  # follows: a placement may be edited by hand
         notes=_texts(values, "notes", where),
     )
 
