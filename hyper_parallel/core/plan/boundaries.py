@@ -34,16 +34,21 @@ def boundary_types(groups: Iterable[Group], roles: RoleResult) -> dict[str, str]
         PlanError: members of a group have roles that make no boundary together; lists every such group.
     """
     groups = tuple(groups)
-    found = {each.module: _type(each, roles) for each in groups}
-    violations = [
-        f"'{each.module or 'the model itself'}' ({each.class_name}) holds {_members(each, roles)}, which make no "
+    strange = without_boundary(groups, roles)
+    if strange:
+        raise PlanError("\n".join(dict.fromkeys(strange.values())))
+    return {each.module: _type(each, roles) for each in groups}
+
+
+def without_boundary(groups: Iterable[Group], roles: RoleResult) -> dict[str, str]:
+    """The parameters whose roles make no boundary with the others of their group, and why."""
+    return {
+        name: f"'{each.module or 'the model itself'}' ({each.class_name}) holds {_members(each, roles)}, which make no "
         "boundary together; give parameters of one kind a module of their own, or set roles in the override file"
         for each in groups
-        if found[each.module] is None
-    ]
-    if violations:
-        raise PlanError("\n".join(violations))
-    return {module: kind for module, kind in found.items() if kind is not None}
+        if _type(each, roles) is None
+        for name in each.parameters
+    }
 
 
 def _type(group: Group, roles: RoleResult) -> str | None:

@@ -11,7 +11,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.assignment import RoleResult
-from hyper_parallel.core.plan.boundaries import boundary_types
+from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.contracts import BoundaryPlan, active
 from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_sharded, units_by_parameter, units_of
 from hyper_parallel.core.plan.grouping import Group, group
@@ -71,6 +71,12 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     """Passes 1 to 5."""
     roles = assign_roles(model, overrides.roles)
     groups = group(model, roles)
+    if strange := without_boundary(groups, roles):
+        roles = RoleResult(
+            {name: each for name, each in roles.assignments.items() if name not in strange},
+            {**roles.unknown, **{name: [why] for name, why in strange.items()}},
+        )
+        groups = group(model, roles)
     described = {each.name: each for each in all_names(model)}
     experts = _expert_counts(groups, roles)
     members = {}

@@ -186,7 +186,12 @@ KINDS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 OTHER_ATTENTION = frozenset({"encoder_attn", "cross_attn", "crossattention", "cross_attention", "inter_attention"})
 """Attention to something else than the tokens before: not planned, whatever its class."""
 
-NORM_CLASSES = ("*Norm", "*RMSNorm*", "*LayerNorm*", "*Norm[123]?")
+OTHER_ATTENTION_CLASSES = ("*Cross*Attention*", "*Cross*Attn*", "*EncDec*Attention*", "*EncoderDecoder*Attention*")
+"""The same by class, whatever its name."""
+
+NORM_CLASSES = ("*Norm", "*RMSNorm*", "*LayerNorm*")
+TOKEN_MIXING_NORM_CLASSES = ("*BatchNorm*", "*InstanceNorm*", "*GroupNorm*")
+"""Norms whose statistics run over tokens: with a part of the sequence on each rank they would be others."""
 EMBEDDING_CLASSES = ("*Embedding", "*Embeddings", "*EmbeddingTable")
 LINEAR_CLASSES = ("*Linear", "Dense", "*Linear[A-Z]*")
 TRANSPOSED_CLASSES = ("Conv1D",)

@@ -16,8 +16,10 @@ from hyper_parallel.core.plan.role_rules import (
     KINDS,
     NORM_CLASSES,
     OTHER_ATTENTION,
+    OTHER_ATTENTION_CLASSES,
     ROLES,
     RULES,
+    TOKEN_MIXING_NORM_CLASSES,
     RoleKind,
     Rule,
 )
@@ -190,9 +192,8 @@ class _Rules:
         key = (path, kind)
         if key not in self._kinds:
             names, classes = KINDS[kind]
-            self._kinds[key] = path[-1] in names or (
-                path[-1] not in OTHER_ATTENTION and matches(self.class_of(path), classes)
-            )
+            other = path[-1] in OTHER_ATTENTION or matches(self.class_of(path), OTHER_ATTENTION_CLASSES)
+            self._kinds[key] = not other and (path[-1] in names or matches(self.class_of(path), classes))
         return self._kinds[key]
 
     def _guard(self, guard: str, match: Match) -> bool:
@@ -214,7 +215,7 @@ class _Rules:
             path, dims = name.path, len(parameter.shape)
             if name.adapter or name.leaf != "weight" or not path:
                 continue
-            if dims == 1 and path[-2:-1] and path[-2].isdigit() and matches(parameter.module_class, NORM_CLASSES):
+            if dims == 1 and path[-2:-1] and path[-2].isdigit() and _is_norm(parameter.module_class):
                 norms.append(Size(parameter.shape[0], f"the size of {parameter.name}"))
             if dims == 2 and outside_blocks(path) and _is_embedding(path[-1], parameter.module_class):
                 tables.append(parameter)
@@ -222,6 +223,10 @@ class _Rules:
         rows = [Size(each.shape[0], f"rows of {each.name}") for each in tables]
         self.sizes.hidden = self.sizes.hidden or next(iter(widths), None)
         self.sizes.vocabulary = self.sizes.vocabulary or next(iter(rows), None)
+
+
+def _is_norm(class_name: str) -> bool:
+    return matches(class_name, NORM_CLASSES) and not matches(class_name, TOKEN_MIXING_NORM_CLASSES)
 
 
 def _rules_for(role: str, own: bool, above: Path) -> Iterator[Rule]:
@@ -255,7 +260,7 @@ def _is_embedding(segment: str, class_name: str) -> bool:
 
 _GUARDS: Mapping[str, Callable[[_Rules, Match], bool]] = {
     "in an embedding's class": lambda rules, match: matches(match.owner, EMBEDDING_CLASSES),
-    "in a norm's class": lambda rules, match: matches(match.owner, NORM_CLASSES),
+    "in a norm's class": lambda rules, match: _is_norm(match.owner),
     "outside of repeated blocks": lambda rules, match: outside_blocks(match.name.path),
     "directly in a block or outside of all": lambda rules, match: rules.child_of_block(match),
     "beside experts": lambda rules, match: _has_experts(rules, match),

@@ -49,6 +49,8 @@ class Sizes:
     ) -> None:
         text = config.get("text_config")
         self.config: Mapping[str, Any] = text if isinstance(text, Mapping) else config
+        others = [each for key, each in config.items() if key != "text_config" and isinstance(each, Mapping)]
+        self._has_other_heads = any(key in each for each in others for key in CONFIG_KEYS["heads"])
         self.members: dict[tuple[Path, str], ParameterDescription] = {}
         self.children: dict[Path, set[str]] = {}
         for name, parameter in named:
@@ -107,7 +109,7 @@ class Sizes:
 
     def _find_heads(self, holder: Path) -> Heads:
         count = self._configured("heads")
-        if not count:
+        if not count or not self._is_of_this_model(holder):
             return self._heads_by_norm(holder)
         if "kv_b_proj" in self.children.get(holder, ()):
             return self._latent_heads(count.value)
@@ -120,6 +122,19 @@ class Sizes:
         sources = ", ".join(dict.fromkeys((count.source, keys.source, each.source)))
         gates = 2 if self._class_of(holder) in GATED_QUERIES else 1
         return Heads(count.value, keys.value, each.value, each.value, gates=gates, source=sources)
+
+    def _is_of_this_model(self, holder: Path) -> bool:
+        """Tell whether the configured heads are those of `holder`. A configuration with another part that has heads of
+        its own (a vision tower) speaks for the list of blocks that stands beside the vocabulary only."""
+        if not self._has_other_heads:
+            return True
+        first = next((depth for depth, segment in enumerate(holder) if segment.isdigit()), len(holder))
+        beside = holder[: max(first - 1, 0)]
+        return any(
+            path[: len(beside)] == beside and parameter.shape[:1] == (self.vocabulary and self.vocabulary.value,)
+            for (path, _), parameter in self.members.items()
+            if len(path) == len(beside) + 1
+        )
 
     def _heads_by_norm(self, holder: Path) -> Heads:
         """Without a configuration: a norm of queries that is narrower than they are is one head wide."""

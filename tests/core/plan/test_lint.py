@@ -11,6 +11,7 @@ from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import RaggedShard, Shard, StridedShard
 from hyper_parallel.core.plan.derive import derive
 from hyper_parallel.core.plan.lint import Violation, lint, report
+from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
 from hyper_parallel.core.plan.placing import Placed
 from tests.core.plan.by_hand import by_hand, stored
 from tests.core.plan.linting import drafted, pasted, wrong
@@ -416,3 +417,24 @@ def test_a_uneven_strided_draft_is_legal():
     placed: Placed = draft.members["model.layers.0.mlp.gate_up_proj.weight"].placed
     assert placed.placements["tensor"] == StridedShard(0, 2)
     assert lint(draft) == []
+
+
+def test_roles_that_make_no_boundary_are_told_with_everything_else():
+    """A module that is attention and feed-forward at once does not hide an unknown convolution beside it."""
+    parts = {f"{each}.weight": (32, 32) for each in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    parts |= {"up_proj.weight": (48, 32), "down_proj.weight": (32, 48)}
+    names = {"model.embed_tokens.weight": ((96, 32), "Embedding"), "model.layers.0.conv.weight": ((32, 1, 4), "Conv1d")}
+    names |= {f"model.layers.0.self_attn.{name}": (shape, "Linear") for name, shape in parts.items()}
+    modules = {"": "Model"}
+    for name in names:
+        path = name.split(".")[:-1]
+        for depth in range(1, len(path) + 1):
+            modules.setdefault(".".join(path[:depth]), names[name][1] if depth == len(path) else "Block")
+    modules |= {"model.layers": "ModuleList", "model.layers.0.self_attn": "ParallelAttentionMLP"}
+    made = tuple(ParameterDescription(name, shape, "float32", owner) for name, (shape, owner) in names.items())
+    model = ModelDescription("Model", made, modules, config={"num_attention_heads": 4})
+    with pytest.raises(PlanError) as told:
+        derive(model, DeviceMesh((2,), ("tensor",)))
+    message = str(told.value)
+    assert "model.layers.0.conv.weight" in message and "no rule knows" in message
+    assert "make no boundary together" in message and "role: none" in message

@@ -526,3 +526,45 @@ def test_a_hundred_thousand_experts_take_seconds():
     result = assign_roles(model)
     assert time.process_time() - start < 20  # measured at 3 s; the bound leaves room for a busy machine
     assert not result.unknown
+
+
+def strange(block_class: str, module: str, class_name: str, parameters: dict[str, tuple[int, ...]], config=None):
+    """A small decoder's block with one module more."""
+    names = {"model.embed_tokens.weight": ((96, 32), "Embedding")}
+    for each in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        names[f"model.layers.0.self_attn.{each}.weight"] = ((32, 32), "Linear")
+    names |= {f"{module}.{each}": (shape, class_name) for each, shape in parameters.items()}
+    modules = {"": "Model", "model": "Backbone", "model.layers": "ModuleList", "model.layers.0": block_class}
+    modules["model.layers.0.self_attn"] = "Attention"
+    for name, (_, owner) in names.items():
+        path = name.split(".")[:-1]
+        for depth in range(1, len(path) + 1):
+            modules.setdefault(".".join(path[:depth]), owner if depth == len(path) else "Block")
+    modules[module] = class_name
+    made = tuple(ParameterDescription(name, shape, "float32", owner) for name, (shape, owner) in names.items())
+    return ModelDescription(
+        "Model", made, modules, config={"num_attention_heads": 4, "vocab_size": 96, **(config or {})}
+    )
+
+
+@pytest.mark.parametrize("class_name", ["BatchNorm1d", "InstanceNorm1d", "GroupNorm"])
+def test_a_norm_over_tokens_is_no_norm_of_hidden_states(class_name):
+    model = strange("Block", "model.layers.0.norm", class_name, {"weight": (32,), "bias": (32,)})
+    assert set(assign_roles(model).unknown) == {"model.layers.0.norm.weight", "model.layers.0.norm.bias"}
+
+
+@pytest.mark.parametrize("name", ["xattn", "attn"])
+def test_attention_to_something_else_is_unknown_by_its_class(name):
+    projections = {f"{each}.weight": (32, 32) for each in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    model = strange("Block", f"model.layers.0.{name}", "GatedCrossAttention", projections)
+    assert set(assign_roles(model).unknown) == {f"model.layers.0.{name}.{each}" for each in projections}
+
+
+def test_the_heads_of_the_text_are_not_those_of_a_vision_tower():
+    projections = {f"{each}.weight": (32, 32) for each in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    config = {"vision_config": {"num_attention_heads": 2}}
+    model = strange("Block", "vision.layers.0.self_attn", "CLIPAttention", projections, config)
+    assigned = assign_roles(model).assignments
+    assert assigned["model.layers.0.self_attn.q_proj.weight"].heads == 4
+    told = assigned.get("vision.layers.0.self_attn.q_proj.weight")
+    assert told is None or told.heads is None
