@@ -140,7 +140,8 @@ def _collective(stage: Stage, rank: int, stages: dict[int, Stage], sent: Locals,
             splits = stages[member].input_splits
             start = sum(splits[:place])
             parts.append(sent[member][start : start + splits[place]])
-            assert parts[-1].size == expected, "the two ends of an all-to-all disagree"
+            if parts[-1].size != expected:
+                raise RuntimeError(f"rank {member} sends {parts[-1].size} elements, rank {rank} expects {expected}")
             traffic.add(member, rank, expected)
         return np.concatenate(parts)
     total = np.add.reduce([sent[member] for member in group], dtype=sent[rank].dtype)

@@ -157,7 +157,7 @@ def _exchange(before: Layout, after: Layout, topology: Topology | None = None) -
     """One step in which elements travel as they are, among as few ranks as hold what is lacking."""
     moved = _moved_axes(before, after)
     names = before.mesh.names
-    axes = tuple(names[axis] for axis in sorted(moved) if _splits(before.placements[axis]))
+    axes = tuple(names[axis] for axis in sorted(moved))
     axes = tuple(axis for axis in axes if after.placement(axis) != Partial())
     padded = any(one != other and other == Partial() for one, other in zip(before.placements, after.placements))
     step = Step("pad" if padded else "slice", (), before, after)
@@ -173,17 +173,13 @@ def _splits(placement: Placement) -> bool:
 
 
 def _moved_axes(before: Layout, after: Layout) -> set[int]:
-    """The axes whose cuts are not the same, after the same cuts, in both layouts, and those that are partial in one."""
-    moved = {
-        axis
-        for axis, (one, other) in enumerate(zip(before.placements, after.placements))
-        if type(one) is not type(other)
-    }
+    """The axes whose cuts in `before` do not stand behind the same cuts in `after`."""
+    moved: set[int] = set()
     for cuts, others in zip(before.cuts, after.cuts):
         same = 0
         while same < min(len(cuts), len(others)) and cuts[same] == others[same]:
             same += 1
-        moved.update(cut.axis for cut in cuts[same:] + others[same:])
+        moved.update(cut.axis for cut in cuts[same:])
     return moved
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
-from typing import NamedTuple, Sequence
+from typing import Callable, NamedTuple, Sequence
 
 from hyper_parallel.core.backend import Move
 from hyper_parallel.core.layout import Layout
@@ -258,21 +259,21 @@ def _share(step: Step, rank: int) -> Stage:
 
 def _to_buffer(parts: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
     """The same sources, their elements one after the other in a buffer."""
-    moves, position = [], 0
-    for part in parts:
-        for move in part:
-            moves.append(move._replace(target_start=position, target_strides=row_major(move.sizes)))
-            position += prod(move.sizes)
-    return tuple(moves)
+    return _end_to_end(parts, lambda move, at, strides: move._replace(target_start=at, target_strides=strides))
 
 
 def _from_buffer(parts: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
     """The same targets, from elements one after the other in a buffer."""
+    return _end_to_end(parts, lambda move, at, strides: move._replace(source_start=at, source_strides=strides))
+
+
+def _end_to_end(
+    parts: Sequence[Sequence[Move]], place: Callable[[Move, int, tuple[int, ...]], Move]
+) -> tuple[Move, ...]:
     moves, position = [], 0
-    for part in parts:
-        for move in part:
-            moves.append(move._replace(source_start=position, source_strides=row_major(move.sizes)))
-            position += prod(move.sizes)
+    for move in chain.from_iterable(parts):
+        moves.append(place(move, position, row_major(move.sizes)))
+        position += prod(move.sizes)
     return tuple(moves)
 
 
