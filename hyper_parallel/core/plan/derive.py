@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Iterable, Mapping
 
 from hyper_parallel.core.errors import PlanError
+from hyper_parallel.core.host import collector_at_rest
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement
@@ -46,6 +47,7 @@ class Draft:
         return {name: each.module for each in self.groups for name in each.parameters}
 
 
+@collector_at_rest()
 def derive(
     model: ModelDescription, mesh: DeviceMesh, overrides: Mapping[str, Any] | str | os.PathLike | None = None
 ) -> ShardingPlan:

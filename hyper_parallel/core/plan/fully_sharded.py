@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Iterable, Iterator
 
 from hyper_parallel.core.errors import PlanError
-from hyper_parallel.core.layout import Layout, chunk_bounds
+from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Shard
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
@@ -89,7 +89,7 @@ def notes_on_shards(parameters: Iterable[ParameterPlan], mesh: DeviceMesh) -> It
             kinds.setdefault("a scalar, which every rank keeps whole", []).append(each.name)
             continue
         rows = each.shape[0]
-        empty = sum(start == stop for start, stop in (chunk_bounds(rows, size, index) for index in range(size)))
+        empty = size - -(-rows // -(-rows // size)) if rows else size  # pieces of ceil(rows / size) rows
         if empty:
             kind = (
                 f"{rows} row{'' if rows == 1 else 's'} for a shard axis of {size}: {empty} of {size} ranks hold nothing"

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import Iterator, Mapping
 
@@ -78,8 +79,8 @@ def place(
         placed = _on_expert(parameter, assignment, placed, around)
     if given:
         placed = _with_given(parameter, assignment, placed, given)
-    placed = replace(placed, placements=with_shard(parameter, placed.placements, around.mesh))
-    return replace(placed, pending=_pending(assignment, placed, around))
+    placements = with_shard(parameter, placed.placements, around.mesh)
+    return replace(placed, placements=placements, pending=_pending(assignment, placed, around))
 
 
 def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: Surroundings) -> Placed:
@@ -146,7 +147,6 @@ def _on_expert(parameter: ParameterDescription, assignment: Assignment, placed: 
     if packed:
         return replace(placed, placements={"expert": Shard(assignment.expert_dim), **placed.placements})
     owner = assignment.expert // (count // ranks)
-    units = tuple(int(place == owner) for place in range(ranks))
     if any(getattr(each, "dim", None) == 0 for each in placed.placements.values()):
         problem = Problem(
             "experts",
@@ -155,7 +155,13 @@ def _on_expert(parameter: ParameterDescription, assignment: Assignment, placed: 
             f"{parameter.name}: {{placements: {{tensor: replicate}}}}",
         )
         return replace(placed, problems=(*placed.problems, problem))
-    return replace(placed, placements={"expert": RaggedShard((0,), units), **placed.placements})
+    return replace(placed, placements={"expert": _all_with(owner, ranks), **placed.placements})
+
+
+@lru_cache(maxsize=4096)
+def _all_with(owner: int, ranks: int) -> RaggedShard:
+    """One rank holds all of it; experts by the thousand lie so."""
+    return RaggedShard((0,), tuple(int(place == owner) for place in range(ranks)))
 
 
 def _with_given(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping  # typing's takes ten times as long to ask whether something is one
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
 
 import yaml
 
 from hyper_parallel.core.errors import LayoutError, PlanError
+from hyper_parallel.core.host import collector_at_rest
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Replicate, parse_placement
@@ -36,38 +38,45 @@ _RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "
 # Writing
 
 
-def to_yaml(values: Mapping[str, Any]) -> str:
-    """Mappings with text for keys, lists, text, whole numbers, booleans and None as YAML. Equal values give equal text.
+@collector_at_rest()
+def to_yaml(values: dict[str, Any]) -> str:
+    """Dictionaries with text as keys, lists, text, whole numbers, booleans and None as YAML. Equal values, equal text.
 
     The form is PyYAML's, made here since a plan has hundreds of thousands of values and PyYAML takes a minute for them.
     """
-    return "\n".join(_block(values)) + "\n"
+    return "\n".join(_block(_form(values)[1])) + "\n"
 
 
-def _block(values: Any) -> Iterable[str]:
+Entry = tuple[str, str, list]
+"""What stands before a value, the value on one line, and its own entries."""
+
+
+def _form(value: Any) -> tuple[str, list[Entry]]:
+    """A value on one line, and its entries where it is a mapping or list."""
+    if isinstance(value, dict):
+        entries = [(f"{_scalar(key)}: ", *_form(each)) for key, each in value.items()]
+        return "{" + ", ".join([head + flow for head, flow, _ in entries]) + "}", entries
+    if isinstance(value, list):
+        entries = [(_ITEM, *_form(each)) for each in value]
+        return "[" + ", ".join([flow for _, flow, _ in entries]) + "]", entries
+    return _scalar(value), []
+
+
+_ITEM = "- "
+
+
+def _block(entries: Iterable[Entry]) -> Iterator[str]:
     """The lines of a mapping or list, one for each entry that fits."""
-    keyed = isinstance(values, Mapping)
-    for key, value in values.items() if keyed else enumerate(values):
-        head = f"{_scalar(key)}: " if keyed else "- "
-        flow = _flow(value)
-        if not isinstance(value, (Mapping, list)) or not value or len(head) + len(flow) <= WIDTH:
+    for head, flow, inner in entries:
+        if not inner or len(head) + len(flow) <= WIDTH:
             yield head + flow
-        elif keyed:
+        elif head != _ITEM:
             yield head.rstrip()
-            yield from (f"  {line}" for line in _block(value))
+            yield from (f"  {line}" for line in _block(inner))
         else:
-            first, *rest = _block(value)
+            first, *rest = _block(inner)
             yield head + first
             yield from (f"  {line}" for line in rest)
-
-
-def _flow(value: Any) -> str:
-    """A value on one line."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_scalar(key)}: {_flow(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    return _scalar(value)
 
 
 def _scalar(value: Any) -> str:
@@ -88,6 +97,7 @@ def _text(value: str) -> str:
 # Reading
 
 
+@collector_at_rest()
 def load_yaml(text: str) -> Any:
     """The values of YAML text; raises YAMLError or ValueError."""
     try:
@@ -96,6 +106,7 @@ def load_yaml(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+@collector_at_rest()
 def read_plan(values: Any) -> ShardingPlan:
     """The plan that `ShardingPlan.to_dict` gave.
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from hyper_parallel import DeviceMesh, plan
+from hyper_parallel import DeviceMesh, PlanError, ShardingPlan, plan
+from hyper_parallel.core.layout import chunk_bounds
+from hyper_parallel.core.plan.fully_sharded import notes_on_shards
+from hyper_parallel.core.plan.plan import ParameterPlan
 from hyper_parallel.core.topology import Topology
 from hyper_parallel.core.transition import lower
 
@@ -28,6 +32,9 @@ def test_the_large_models_have_their_published_sizes(planner):
     assert sum(each.numel for each in planner.qwen3_235b().parameters) == 235_093_634_560
     assert sum(each.numel for each in planner.deepseek_v3().parameters) == 671_026_404_352
     assert len(planner.llama_of_1000_tensors().parameters) == 1_002
+    one_by_one = planner.deepseek_v3_one_by_one()
+    assert sum(each.numel for each in one_by_one.parameters) == 671_026_404_352
+    assert len(one_by_one.parameters) == 45_337
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -61,3 +68,32 @@ def test_768_ranks_are_planned_as_few_are(planner):
     assert many.mesh.size == 768
     assert few.parameters == many.parameters
     assert few.memory().parameters == many.memory().parameters
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 768])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 9, 100, 767, 768, 769, 1500])
+def test_ranks_without_rows_are_counted_without_asking_each(rows, size):
+    parameter = ParameterPlan("weight", (rows, 4), "float32", True, {}, "")
+    parts = [chunk_bounds(rows, size, rank) for rank in range(size)]
+    empty = sum(start == stop for start, stop in parts)
+    told = list(notes_on_shards([parameter], DeviceMesh((size,), ("shard",))))
+    assert len(told) == bool(empty)
+    assert not empty or f": {empty} of {size} ranks hold nothing" in told[0]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_of_garbage_is_left_as_it_was(planner, tmp_path, on):
+    """It rests while a plan is made, written and read, however that ends."""
+    model, mesh = planner.llama_of_1000_tensors(), DeviceMesh((2,), ("tensor",))
+    try:
+        (gc.enable if on else gc.disable)()
+        plan(model, mesh).save(tmp_path / "plan.yaml")
+        assert ShardingPlan.load(tmp_path / "plan.yaml").model_class == model.class_name
+        with pytest.raises(PlanError):
+            plan(model, DeviceMesh((3,), ("tensor",)))
+        (tmp_path / "plan.yaml").write_text("[")
+        with pytest.raises(PlanError):
+            ShardingPlan.load(tmp_path / "plan.yaml")
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()
