@@ -319,9 +319,14 @@ def _order(match: Match, output: Size | None, input: Size | None, known: tuple[s
     ]
     if len(fitting) == 1:
         return fitting[0]
+    if fitting:
+        raise Contradiction(
+            f"{match.owner} is no kind of linear that is known, and the shape {list(match.shape)} does not tell which dim "
+            "is over outputs, since both may be; it is cut only where its class goes by a known name, such as Linear"
+        )
     raise Contradiction(
-        f"{match.owner} is no kind of linear that is known, and the shape {list(match.shape)} does not tell which dim "
-        "is over outputs"
+        f"{match.owner} is no kind of linear that is known, and the shape {list(match.shape)} fits in no order: expected "
+        f"{_words(match, output, input)}"
     )
 
 

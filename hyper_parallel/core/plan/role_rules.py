@@ -193,7 +193,25 @@ NORM_CLASSES = ("*Norm", "*RMSNorm*", "*LayerNorm*")
 TOKEN_MIXING_NORM_CLASSES = ("*BatchNorm*", "*InstanceNorm*", "*GroupNorm*")
 """Norms whose statistics run over tokens: with a part of the sequence on each rank they would be others."""
 EMBEDDING_CLASSES = ("*Embedding", "*Embeddings", "*EmbeddingTable")
-LINEAR_CLASSES = ("*Linear", "Dense", "*Linear[A-Z]*")
+LINEAR_CLASSES = (
+    "Linear",
+    "Dense",
+    "NonDynamicallyQuantizableLinear",
+    "BitLinear",
+    "AutoBitLinear",
+    "FP8Linear",
+    "FbgemmFp8Linear",
+    "Float8Linear",
+    "Linear4bit",
+    "Linear8bitLt",
+    "LoRALinear",
+    "EsmFoldLinear",
+    "FalconLinear",
+    "KyutaiSpeechToTextLinear",
+    "MoshiLinear",
+    "*ClippableLinear",
+)
+"""Linears whose weight is [out, in]. Others may say so by their shape only: a name that ends alike promises nothing."""
 TRANSPOSED_CLASSES = ("Conv1D",)
 """Linears whose weight is [in, out]."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 from hyper_parallel.core.plan.architectures import GATED_QUERIES
 from hyper_parallel.core.plan.model import ParameterDescription
 from hyper_parallel.core.plan.names import Name
-from hyper_parallel.core.plan.role_rules import CONFIG_KEYS
+from hyper_parallel.core.plan.role_rules import CONFIG_KEYS, KINDS
 
 Path = tuple[str, ...]
 
@@ -49,8 +50,7 @@ class Sizes:
     ) -> None:
         text = config.get("text_config")
         self.config: Mapping[str, Any] = text if isinstance(text, Mapping) else config
-        others = [each for key, each in config.items() if key != "text_config" and isinstance(each, Mapping)]
-        self._has_other_heads = any(key in each for each in others for key in CONFIG_KEYS["heads"])
+        self._has_other_heads = any(_has_heads(each) for each in _nested(config) if each is not self.config)
         self.members: dict[tuple[Path, str], ParameterDescription] = {}
         self.children: dict[Path, set[str]] = {}
         for name, parameter in named:
@@ -66,6 +66,8 @@ class Sizes:
         self.vocabulary: Size | None = self._configured("vocabulary")
         self._class_of = class_of
         self._heads: dict[Path, Heads] = {}
+        self._lists: frozenset[Path] | None = None
+        self._beside: set[Path] | None = None
 
     def shape(self, path: Path, leaf: str = "weight") -> tuple[int, ...] | None:
         """The shape of a parameter by its logical place."""
@@ -124,17 +126,36 @@ class Sizes:
         return Heads(count.value, keys.value, each.value, each.value, gates=gates, source=sources)
 
     def _is_of_this_model(self, holder: Path) -> bool:
-        """Tell whether the configured heads are those of `holder`. A configuration with another part that has heads of
-        its own (a vision tower) speaks for the list of blocks that stands beside the vocabulary only."""
-        if not self._has_other_heads:
+        """Tell whether the configured heads are those of `holder`. Where there are several lists of blocks, or the
+        configuration has another part with heads of its own (a vision tower), it speaks for the list that stands beside
+        the vocabulary; for none, where two stand so."""
+        lists = self._attending_lists()
+        if not self._has_other_heads and len(lists) < 2:
             return True
-        first = next((depth for depth, segment in enumerate(holder) if segment.isdigit()), len(holder))
-        beside = holder[: max(first - 1, 0)]
-        return any(
-            path[: len(beside)] == beside and parameter.shape[:1] == (self.vocabulary and self.vocabulary.value,)
-            for (path, _), parameter in self.members.items()
-            if len(path) == len(beside) + 1
-        )
+        own = _list_of(holder)
+        others = any(self._is_beside_vocabulary(each) for each in lists if each != own)
+        return self._is_beside_vocabulary(own) and not others
+
+    def _attending_lists(self) -> frozenset[Path]:
+        """The lists of blocks that have attention in them."""
+        if self._lists is None:
+            names, classes = KINDS["attention"]
+            found = set()
+            for path in self.children:
+                attends = path and (
+                    path[-1] in names or any(fnmatchcase(self._class_of(path), each) for each in classes)
+                )
+                if attends and any(segment.isdigit() for segment in path):
+                    found.add(_list_of(path))
+            self._lists = frozenset(found)
+        return self._lists
+
+    def _is_beside_vocabulary(self, blocks: Path) -> bool:
+        """Tell whether the module that holds a list of blocks holds a table or a head of the vocabulary too."""
+        if self._beside is None:
+            rows = self.vocabulary and self.vocabulary.value
+            self._beside = {path[:-1] for (path, _), each in self.members.items() if path and each.shape[:1] == (rows,)}
+        return blocks[:-1] in self._beside
 
     def _heads_by_norm(self, holder: Path) -> Heads:
         """Without a configuration: a norm of queries that is narrower than they are is one head wide."""
@@ -170,3 +191,25 @@ class Sizes:
             if value:
                 return Size(value, key)
         return None
+
+
+def _nested(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The mappings inside of a configuration, at any depth."""
+    for each in config.values() if isinstance(config, Mapping) else config:
+        if isinstance(each, Mapping):
+            yield each
+        if isinstance(each, (Mapping, list, tuple)):
+            yield from _nested(each)
+
+
+def _has_heads(part: Mapping[str, Any]) -> bool:
+    """Tell whether a part of a configuration counts heads, under whatever name."""
+    return any(
+        (str(key).endswith("heads") or key == "n_head") and bool(value) and not isinstance(value, (bool, Mapping))
+        for key, value in part.items()
+    )
+
+
+def _list_of(path: Path) -> Path:
+    """The outermost list on a path to a module; for one in no list, the module itself."""
+    return path[: next((depth for depth, segment in enumerate(path) if segment.isdigit()), len(path))]
