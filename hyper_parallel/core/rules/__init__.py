@@ -1,0 +1,1 @@
+"""Layout rules: for each operator, how its results lie when its arguments lie so."""

@@ -1,0 +1,152 @@
+"""One call of an operator, as the rules see it: values that compare and hash, tensors described instead of held."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
+
+from hyper_parallel.core.rules.state import State
+
+
+class Argument(NamedTuple):
+    """A tensor among the arguments of a call.
+
+    `shape` is that of the local tensor, `takes_part` says that a gradient flows to it, `states` has one state for each
+    axis of the call.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    takes_part: bool
+    states: tuple[State, ...]
+
+
+class Slice(NamedTuple):
+    """`slice(start, stop, step)`, which does not hash everywhere."""
+
+    start: int | None
+    stop: int | None
+    step: int | None
+
+
+class Flag(NamedTuple):
+    """True or False as an index, which is no 1 or 0: it adds a dim."""
+
+    value: bool
+
+
+class Call(NamedTuple):
+    """One call: the key under which what follows from it is kept.
+
+    `op` is the canonical name, `arguments` are pairs of a canonical name and a value: numbers, strings, None, tuples of
+    such values, `Slice`, `Flag`, and `Argument` in place of tensors; what else a framework hands over, such as a
+    dtype, stays as it is. `axes` are the mesh axes that are followed. `declared` says what the boundary around the
+    call vouches for: "vocabulary" where an embedding's ids have been shifted to the rows that this rank holds and rows
+    of other ranks are zeroed afterwards.
+    """
+
+    op: str
+    arguments: tuple[tuple[str, Any], ...]
+    axes: tuple[str, ...]
+    declared: frozenset[str] = frozenset()
+
+
+class Operand(NamedTuple):
+    """A tensor argument along one axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    takes_part: bool
+    state: State
+
+    @property
+    def dims(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def repeats(self, dim: int) -> bool:
+        """Tell whether the tensor may be read as cut along `dim`: what is there is the same everywhere."""
+        return self.state.is_replicate and (self.shape[dim] == 1 or dim in self.state.same)
+
+
+class View:
+    """A call along one axis, as a rule reads it: `view["dim"]`, `view.get("keepdim", False)`, `view.operands`."""
+
+    def __init__(self, call: Call, axis: int) -> None:
+        self.op = call.op
+        self.declared = call.declared
+        self.values: dict[str, Any] = {name: _project(value, name, axis) for name, value in call.arguments}
+        self.operands: tuple[Operand, ...] = tuple(_operands(self.values.values()))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an argument; the default where it was not given."""
+        return self.values.get(name, default)
+
+
+def freeze(value: Any, describe: Callable[[Any], Argument | None]) -> Any:
+    """`value` with tensors replaced by what `describe` makes of them, and the rest so that it hashes.
+
+    `describe` returns None for what is no tensor.
+    """
+    if value is None or isinstance(value, (int, float, str, complex)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(freeze(each, describe) for each in value)
+    if isinstance(value, slice):
+        return Slice(*(freeze(each, describe) for each in (value.start, value.stop, value.step)))
+    if isinstance(value, Mapping):
+        return tuple((key, freeze(each, describe)) for key, each in value.items())
+    described = describe(value)
+    return value if described is None else described
+
+
+def freeze_index(value: Any, describe: Callable[[Any], Argument | None]) -> Any:
+    """`freeze` for what stands in the brackets of an index: a tuple always, in which True and False are flags."""
+    entries = value if isinstance(value, tuple) else (value,)
+    return tuple(Flag(each) if isinstance(each, bool) else freeze(each, describe) for each in entries)
+
+
+def _project(value: Any, name: str, axis: int) -> Any:
+    if isinstance(value, Argument):
+        return Operand(name, value.shape, value.dtype, value.takes_part, value.states[axis])
+    if type(value) is tuple:
+        return tuple(_project(each, f"{name}[{place}]", axis) for place, each in enumerate(value))
+    return value
+
+
+def _operands(values: Any) -> Iterator[Operand]:
+    for value in values:
+        if isinstance(value, Operand):
+            yield value
+        elif type(value) is tuple:
+            yield from _operands(value)
+
+
+_ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim", "keep_dims": "keepdim"}
+
+
+def bind(parameters: str, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, by name.
+
+    `parameters` are the names of positional arguments in order. `*name` stands last and takes all that are left: as
+    one tuple, whether they came one by one or as one sequence.
+
+    Raises:
+        TypeError: more was given than there are names.
+    """
+    names, given = parameters.split(), dict[str, Any]()
+    for place, name in enumerate(names):
+        if place == len(args):
+            break
+        if name.startswith("*"):
+            rest = args[place:]
+            given[name[1:]] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+            break
+        given[name] = args[place]
+    else:
+        if len(args) > len(names):
+            raise TypeError(f"{len(args)} positional arguments, but only {len(names)} have names: {parameters}")
+    return given | {_ALIASES.get(name, name): value for name, value in kwargs.items()}
