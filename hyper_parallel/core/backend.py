@@ -33,6 +33,17 @@ class Move(NamedTuple):
     source_strides: tuple[int, ...]
 
 
+class LocatedTargets(NamedTuple):
+    """Where the targets of N tokens lie in one rank's part of a vocabulary that is cut over ranks: three 1-D tensors."""
+
+    places: Tensor
+    """int64: the target's place in the part; 0 where it is not here."""
+    here: Tensor
+    """bool: the token counts, and its target lies in the part."""
+    counted: Tensor
+    """bool: the token counts."""
+
+
 class Tensors(Protocol):
     """Tensors without autograd. Every function that ends in `_` changes its first argument in place, really."""
 
@@ -408,6 +419,33 @@ class Training(Protocol):
     def cross_entropy_sum(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
         """Sum over tokens of the cross entropy of `logits` [..., V] and integer `targets` [...], as a scalar;
         targets equal to `ignore_index` count nothing."""
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, reduction: str = "mean", ignore_index: int = -100
+    ) -> Tensor:
+        """The same with `reduction` "sum", or "mean" over the tokens that count: NaN when none does."""
+
+    # The loss of logits [..., n] that hold a part of the vocabulary, N tokens in all. Nothing here is recorded. "Wide"
+    # is float64 for float64 logits, else float32.
+
+    def locate_targets(self, targets: Tensor, start: int, length: int, ignore_index: int) -> LocatedTargets:
+        """Where integer `targets` [...] lie among the `length` entries of the vocabulary from `start` on."""
+
+    def largest_logits(self, logits: Tensor) -> Tensor:
+        """The largest logit of each token [N], wide; minus infinity where the part is empty."""
+
+    def vocabulary_terms(self, logits: Tensor, largest: Tensor, targets: LocatedTargets) -> tuple[Tensor, Tensor]:
+        """The exponentials [N, n] of logits minus `largest` [N], and what is to be summed over the ranks [2 * N]: each
+        token's sum of them, then its target's logit minus `largest`, 0 where the target is not here. All wide."""
+
+    def vocabulary_loss(self, terms: Tensor, targets: LocatedTargets, mean: bool) -> Tensor:
+        """From terms that are summed over the ranks the loss, a scalar: the sum over the tokens that count, or the
+        mean."""
+
+    def vocabulary_gradient(
+        self, exponentials: Tensor, terms: Tensor, targets: LocatedTargets, gradient: Tensor, mean: bool, dtype: str
+    ) -> Tensor:
+        """The gradient [N, n] of the logits, of `dtype`, for `gradient`, a scalar, of the loss. It changes nothing."""
 
 
 @dataclass(frozen=True)

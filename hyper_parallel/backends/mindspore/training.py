@@ -6,11 +6,14 @@ kernel.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Sequence
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore.experimental import optim
+
+from hyper_parallel.core.backend import LocatedTargets
 
 
 def adamw(
@@ -53,11 +56,92 @@ def apply_gradients(optimizer: Any, parameters: Sequence[Parameter], gradients: 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
     """Sum over tokens, in float32 at least."""
-    wide = logits if logits.dtype == ms.float64 else logits.astype(ms.float32)
-    classes = wide.shape[-1]
+    return cross_entropy(logits, targets, "sum", ignore_index)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
+    """Sum or mean over the tokens that count, in float32 at least."""
     return ops.cross_entropy(
-        wide.reshape(-1, classes), targets.reshape(-1).astype(ms.int32), ignore_index=ignore_index, reduction="sum"
+        _rows(logits).astype(_wide(logits)),
+        targets.reshape(-1).astype(ms.int32),
+        ignore_index=ignore_index,
+        reduction=reduction,
     )
+
+
+# The loss of a part of the vocabulary
+
+
+def locate_targets(targets: Tensor, start: int, length: int, ignore_index: int) -> LocatedTargets:
+    """Where targets lie among the `length` entries of the vocabulary from `start` on."""
+    ids = targets.reshape(-1).astype(ms.int64)
+    counted = ids != ignore_index
+    places = ids - start
+    here = mint.logical_and(counted, mint.logical_and(places >= 0, places < length))
+    return LocatedTargets(mint.where(here, places, 0), here, counted)
+
+
+def largest_logits(logits: Tensor) -> Tensor:
+    """The largest logit of each token; minus infinity where the part is empty."""
+    rows = _rows(logits).astype(_wide(logits))
+    if rows.shape[1] == 0:
+        return ops.full((rows.shape[0],), float("-inf"), dtype=rows.dtype)
+    return ops.amax(rows, 1)
+
+
+def vocabulary_terms(logits: Tensor, largest: Tensor, targets: LocatedTargets) -> tuple[Tensor, Tensor]:
+    """Exponentials, and the sums and targets' logits that are to be summed over the ranks."""
+    shifted = _rows(logits).astype(largest.dtype) - largest[:, None]
+    if shifted.size == 0:  # on a CPU MindSpore leaves sums of nothing undefined
+        return shifted, mint.zeros((2 * shifted.shape[0],), dtype=shifted.dtype)
+    exponentials = mint.exp(shifted)
+    chosen = mint.gather(shifted, 1, targets.places[:, None])[:, 0]
+    return exponentials, mint.cat([mint.sum(exponentials, 1), mint.where(targets.here, chosen, 0.0)])
+
+
+def vocabulary_loss(terms: Tensor, targets: LocatedTargets, mean: bool) -> Tensor:
+    """The sum over the tokens that count, or the mean."""
+    sums, chosen = mint.chunk(terms, 2)
+    total = _sum(mint.where(targets.counted, mint.log(sums) - chosen, 0.0))
+    return total / _count(targets, total) if mean else total
+
+
+def vocabulary_gradient(
+    exponentials: Tensor,
+    terms: Tensor,
+    targets: LocatedTargets,
+    gradient: Tensor,
+    mean: bool,
+    dtype: str,
+) -> Tensor:
+    """Softmax minus one at the target, times the gradient of the loss, where a token counts."""
+    share = gradient / _count(targets, gradient) if mean else gradient
+    weights = mint.where(targets.counted, share, 0.0)
+    result = exponentials * (weights / mint.chunk(terms, 2)[0])[:, None]
+    if result.size:
+        ones = mint.where(targets.here, -weights, 0.0)[:, None]
+        result = ops.tensor_scatter_elements(result, targets.places[:, None], ones, 1, "add")
+    return result.astype(getattr(ms, dtype))
+
+
+def _wide(tensor: Tensor) -> ms.Type:
+    """What a loss is computed in."""
+    return ms.float64 if tensor.dtype == ms.float64 else ms.float32
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """One row for each token."""
+    return logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+
+
+def _count(targets: LocatedTargets, like: Tensor) -> Tensor:
+    """How many tokens count, in the dtype of `like`."""
+    return _sum(targets.counted.astype(like.dtype))
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum of a 1-D tensor, of nothing too."""
+    return values.sum() if values.size else mint.zeros((), dtype=values.dtype)
 
 
 def _or_zeros(gradient: Tensor | None, parameter: Parameter) -> Tensor:

@@ -1,0 +1,1 @@
+"""Plans put to work: what a model's own code runs on, and what happens between its modules."""
