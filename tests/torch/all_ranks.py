@@ -230,8 +230,10 @@ class RankModel:
             first = self._cross(output[0], outputs[0], f"the output of {name}")
             return type(output)((first, *output[1:]))
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        if inputs:
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        if outputs:
+            module.register_forward_hook(after)
 
     def _cross(self, tensor: torch.Tensor, contract: Contract, where: str) -> torch.Tensor:
         if not tensor.is_floating_point():

@@ -23,6 +23,8 @@ TYPES: dict[str, str] = {
     "experts": "hidden states through chosen experts to hidden states; or the block that calls experts in a list",
     "moe": "a module that holds experts and the parameters of their router",
     "whole": "kept whole because an override says so",
+    "entry": "the first block, where each tensor rank takes its part of the sequence",
+    "exit": "the last block, after which each tensor rank has the whole sequence",
 }
 """Every type of boundary by its text form."""
 

@@ -12,13 +12,14 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.assignment import RoleResult
+from hyper_parallel.core.plan.blocks import Blocks, find_blocks
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.contracts import BoundaryPlan, active
 from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_sharded, units_by_parameter, units_of
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint import lint, report
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
-from hyper_parallel.core.plan.overrides import Overrides
+from hyper_parallel.core.plan.overrides import Overrides, with_regions
 from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, place, settled
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.plan.roles import all_names, assign_roles
@@ -39,6 +40,7 @@ class Draft:
     kinds: Mapping[str, str]
     members: Mapping[str, Member]
     boundaries: tuple[BoundaryPlan, ...]
+    blocks: Blocks
     misfits: tuple[str, ...] = ()
 
     @property
@@ -82,25 +84,27 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     described = {each.name: each for each in all_names(model)}
     experts = _expert_counts(groups, roles)
     members = {}
+    kinds = overrides.boundary_types(boundary_types(groups, roles), groups)
+    streams = Streams(mesh, overrides.sequence_parallel, hidden_size(described.values(), roles))
+    blocks = find_blocks(model, roles, streams)
+    streams_at = {each.module: blocks.streams_at(each.module) for each in groups}
     for each in groups:
+        around = Surroundings(mesh, streams_at[each.module].sequence_parallel, experts.get(each.module))
         for name in each.parameters:
-            around = Surroundings(mesh, overrides.sequence_parallel, experts.get(each.module))
             placed = place(described[name], roles.assignments[name], around, overrides.placements(name))
             members[name] = Member(described[name], roles.assignments[name], placed)
-    kinds = overrides.boundary_types(boundary_types(groups, roles), groups)
     scope_of = scopes(groups, kinds, members)
     for each in groups:
         for name in each.parameters:
             placed, assignment = members[name].placed, roles.assignments[name]
             members[name] = replace(members[name], placed=settled(placed, assignment, scope_of[each.module].cut))
-    streams = Streams(mesh, overrides.sequence_parallel, hidden_size(described.values(), roles))
     places = whole_places(model, roles, {module: kinds.get(module, "moe") for module in scope_of})
-    settle_whole(members, places, scope_of, streams)
-    plans = with_whole(
-        boundaries(groups, kinds, members, streams), places.values(), streams, first_parameters(described)
-    )
-    plans, misfits = overrides.boundaries(plans, kinds, streams, tuple(described))
-    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), tuple(misfits))
+    settle_whole(members, places, scope_of, blocks)
+    order = first_parameters(described)
+    plans = with_whole(boundaries(groups, kinds, members, streams_at), places.values(), blocks, order)
+    plans = blocks.with_edges(with_regions(plans, overrides.regions, blocks, order))
+    plans, misfits = overrides.boundaries(plans, kinds, blocks)
+    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), blocks, tuple(misfits))
 
 
 def hidden_size(parameters: Iterable[ParameterDescription], roles: RoleResult) -> int:

@@ -7,6 +7,7 @@ from typing import Iterator
 
 from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.placement import Placement, RaggedShard, Shard, StridedShard
+from hyper_parallel.core.plan.blocks import EDGES
 from hyper_parallel.core.plan.boundaries import TYPES
 from hyper_parallel.core.plan.contracts import BoundaryPlan, active
 from hyper_parallel.core.plan.costs import Crossings
@@ -72,6 +73,7 @@ def _parameter(plan: ShardingPlan, name: str, boundaries: dict[str, BoundaryPlan
 
 def _type(boundaries: dict[str, BoundaryPlan], each: ParameterPlan) -> str:
     """The boundary that a parameter acts in, or the one around what has no contracts of its own."""
+    boundaries = {module: boundary for module, boundary in boundaries.items() if boundary.kind not in EDGES}
     module = each.boundary
     while module and module not in boundaries:
         module = module.rpartition(".")[0]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Iterator, Mapping
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.placement import Partial, Replicate
+from hyper_parallel.core.plan.blocks import EDGES, block_of
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
 from hyper_parallel.core.plan.placing import has_few_heads
 from hyper_parallel.core.plan.templates import Streams, scopes
@@ -28,6 +29,7 @@ def lint_boundaries(draft: Draft) -> Iterator[Finding]:
     yield from _misfits(draft)
     yield from _coverage(draft)
     yield from _legal(draft)
+    yield from _lists(draft)
     yield from _Chain(draft).findings()
 
 
@@ -39,7 +41,7 @@ def _misfits(draft: Draft) -> Iterator[Finding]:
 
 def _coverage(draft: Draft) -> Iterator[Finding]:
     """What is trained, or cut, acts in a boundary, unless an override keeps it whole."""
-    modules = {plan.module for plan in draft.boundaries}
+    modules = {plan.module for plan in draft.boundaries if plan.kind not in EDGES}
     holder = draft.holder
     for name, member in draft.members.items():
         needs = member.description.trainable or member.is_cut
@@ -73,6 +75,17 @@ def _legal(draft: Draft) -> Iterator[Finding]:
                     yield Finding("layout", plan.module, message, plan.module, fix, _section(draft, plan.module))
 
 
+def _lists(draft: Draft) -> Iterator[Finding]:
+    """With sequence parallelism one list of blocks: of several nobody knows where the sequence is to be cut."""
+    lists = draft.blocks.lists
+    if len(lists) > 1:
+        message = (
+            f"blocks stand in {len(lists)} lists, {' and '.join(lists)}, and nothing tells where the sequence is to be "
+            "cut; write `sequence_parallel: false` at the top of the override file"
+        )
+        yield Finding("chain", lists[1], message)
+
+
 def _section(draft: Draft, module: str) -> str:
     return "regions" if module in draft.overrides.regions else "boundaries"
 
@@ -85,10 +98,9 @@ class _Chain:
         self.axes = active(draft.mesh)
         self.streams = Streams(draft.mesh, draft.overrides.sequence_parallel, 1)
         self.plans = {plan.module: plan for plan in draft.boundaries}
-        self.around = {
-            module: next((each for each in above(module) if each in self.plans), None) for module in self.plans
-        }
-        blocks = list(dict.fromkeys(_block(module) for module in self.plans))
+        holding = {module for module, plan in self.plans.items() if plan.kind not in EDGES}
+        self.around = {module: next((each for each in above(module) if each in holding), None) for module in self.plans}
+        blocks = list(dict.fromkeys(block_of(module) for module in self.plans))
         self.place = {block: number for number, block in enumerate(block for block in blocks if block)}
 
     def findings(self) -> Iterator[Finding]:
@@ -107,11 +119,12 @@ class _Chain:
         return tuple(f"{axis}: {placements.get(axis, Replicate())}" for axis in self.axes)
 
     def _outer(self, plan: BoundaryPlan) -> Iterator[Finding]:
-        usual = self.lies(self.streams.outside)
+        usual = self.lies(self._streams(plan, "inputs").outside)
         for contract in plan.inputs:
             if contract.name == "hidden" and (found := self.lies(contract.before)) != usual:
                 if not any(found == self.lies(each.after) for each in self._neighbours(plan, "outputs")):
                     yield self._broken(plan, contract, "inputs", "before", "takes", "hands them on so", usual)
+        usual = self.lies(self._streams(plan, "outputs").outside)
         for contract in plan.outputs:
             if contract.name != "hidden" or (found := self.lies(contract.after)) == usual:
                 continue
@@ -120,13 +133,23 @@ class _Chain:
             elif not any(found == self.lies(each.before) for each in self._neighbours(plan, "inputs")):
                 yield self._broken(plan, contract, "outputs", "after", "hands on", "takes them so", usual)
 
+    def _streams(self, plan: BoundaryPlan, side: str) -> Streams:
+        """The layouts on one side of a boundary; outside of the blocks for their edges."""
+        blocks = self.draft.blocks
+        is_edge = plan.module == (blocks.first if side == "inputs" else blocks.last)
+        return blocks.streams_at("" if is_edge else plan.module)
+
     def _neighbours(self, plan: BoundaryPlan, side: str) -> Iterator[Contract]:
-        """Hidden states of the outer boundaries in the same block, and across its edge: on the other `side`."""
-        place = self.place.get(_block(plan.module))
+        """Hidden states of the outer boundaries in the same block, and across its edge: on the other `side`. Those
+        that stand on the same side of the edges only."""
+        here = self._streams(plan, "inputs" if side == "outputs" else "outputs")
+        place = self.place.get(block_of(plan.module))
         for module, other in self.plans.items():
             if module == plan.module or self.around[module] is not None:
                 continue
-            there = self.place.get(_block(module))
+            if self._streams(other, side) != here:
+                continue
+            there = self.place.get(block_of(module))
             step = None if place is None or there is None else there - place
             if step in (None, 0, 1 if side == "inputs" else -1):
                 yield from (each for each in getattr(other, side) if each.name == "hidden")
@@ -226,12 +249,3 @@ class _Chain:
 
 def _hidden(contracts: tuple[Contract, ...]) -> Contract | None:
     return next((each for each in contracts if each.name == "hidden"), None)
-
-
-def _block(module: str) -> str:
-    """The outermost list element that a module is or stands in, else ""."""
-    segments = module.split(".")
-    for index, segment in enumerate(segments):
-        if segment.isdigit():
-            return ".".join(segments[: index + 1])
-    return ""

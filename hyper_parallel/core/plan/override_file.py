@@ -37,7 +37,7 @@ _FIELDS = {
     "regions": ("kind", "inputs", "outputs"),
 }
 _ROLES = tuple(role for role in ROLES if role not in ("whole", "adapter"))
-_TYPES = tuple(kind for kind in TYPES if kind != "whole")
+_TYPES = tuple(kind for kind in TYPES if kind not in ("whole", "entry", "exit"))
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80

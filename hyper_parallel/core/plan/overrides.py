@@ -13,6 +13,7 @@ from typing import Any, Mapping, Sequence
 from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Partial, Placement, Replicate
+from hyper_parallel.core.plan.blocks import EDGES, Blocks
 from hyper_parallel.core.plan.boundaries import TYPES
 from hyper_parallel.core.plan.conditions import Facts
 from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, ByAxis, Contract, active
@@ -22,7 +23,7 @@ from hyper_parallel.core.plan.override_file import AUTO, Entry, OverrideFile, cl
 from hyper_parallel.core.plan.patterns import matching
 from hyper_parallel.core.plan.roles import all_names
 from hyper_parallel.core.plan.templates import Streams
-from hyper_parallel.core.plan.whole import above, first_parameters
+from hyper_parallel.core.plan.whole import above
 
 _FAMILIES = ({"mlp", "up", "down"}, {"norm", "projection"}, {"experts", "moe"})
 """Types whose boundaries carry contracts of one form."""
@@ -116,13 +117,11 @@ class Overrides:
         return types
 
     def boundaries(
-        self, plans: Sequence[BoundaryPlan], kinds: Mapping[str, str], streams: Streams, names: Sequence[str]
+        self, plans: Sequence[BoundaryPlan], kinds: Mapping[str, str], blocks: Blocks
     ) -> tuple[list[BoundaryPlan], list[str]]:
-        """Pass 4 with the contracts and regions that the user decides, and what in them fits no boundary. `names` are
-        those of all parameters, in the order of the model."""
+        """Pass 4 with the contracts that the user decides, and what in them fits no boundary."""
         problems: list[str] = []
-        plans = _with_regions(plans, self.regions, streams, first_parameters(names))
-        by_module = {plan.module: plan for plan in plans}
+        holding = {plan.module: plan for plan in plans if plan.kind not in EDGES}
         kept = []
         for plan in plans:
             fields = self.modules.get(plan.module)
@@ -131,13 +130,13 @@ class Overrides:
                 continue
             kind = fields.get(("type",), AUTO)
             if kind != "none":
-                lies = _lies_around(plan.module, by_module, streams)
-                changed, wrong = _changed(plan, fields, lies, streams)
+                streams = blocks.streams_at(plan.module)
+                changed, wrong = _changed(plan, fields, _lies_around(plan.module, holding, streams), streams)
                 kept.append(changed)
                 if kind != AUTO and plan.module not in kinds:
                     wrong.append(f"type: that of a {plan.kind} follows from its parts; write auto or none")
                 problems.extend(f"{self.sources[plan.module]}: {plan.module}: {each}" for each in wrong)
-        known = set(by_module)
+        known = {plan.module for plan in plans}
         for where, modules in self.reach.items():
             if not known & set(modules):
                 problems.append(f"{where}: {modules[0]} is no boundary{closest(modules[0], known)}")
@@ -194,16 +193,16 @@ def _tokens(file: OverrideFile, mesh: DeviceMesh) -> tuple[int, int]:
     return file.tokens
 
 
-def _with_regions(
-    plans: Sequence[BoundaryPlan], regions: Sequence[str], streams: Streams, order: Mapping[str, int]
+def with_regions(
+    plans: Sequence[BoundaryPlan], regions: Sequence[str], blocks: Blocks, order: Mapping[str, int]
 ) -> list[BoundaryPlan]:
     """The boundaries with those of regions that are none yet: hidden states go in and out as they lie between
-    them. Inside of another boundary nothing is known of what goes in and out."""
+    them. Inside of another boundary nothing is known of what goes in and out. `order` is as from `first_parameters`."""
     plans = list(plans)
     known = {plan.module for plan in plans}
     for module in regions:
         if module not in known:
-            place = order.get(module, 0)
+            place, streams = order.get(module, 0), blocks.streams_at(module)
             at = next((i for i, plan in enumerate(plans) if order.get(plan.module, -1) > place), len(plans))
             inner = any(each in known for each in above(module))
             hidden = () if inner else (streams.contract("hidden", streams.outside, streams.outside),)

@@ -136,9 +136,13 @@ def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[s
 
 
 def boundaries(
-    groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member], streams: Streams
+    groups: Sequence[Group],
+    kinds: Mapping[str, str],
+    members: Mapping[str, Member],
+    streams_at: Mapping[str, Streams],
 ) -> list[BoundaryPlan]:
-    """The contracts of every group, and of the blocks around experts, in the order of the model."""
+    """The contracts of every group, and of the blocks around experts, in the order of the model. `streams_at` are the
+    layouts around each group's module."""
     scope_of = scopes(groups, kinds, members)
     plans: list[BoundaryPlan] = []
     begun: set[str] = set()
@@ -146,9 +150,9 @@ def boundaries(
         scope = scope_of[group.module]
         if scope.block and scope.block not in begun and scope.block not in kinds:
             begun.add(scope.block)
-            plans.append(_expert_block(scope, streams))
+            plans.append(_expert_block(scope, streams_at[group.module]))
         own = [members[name] for name in group.parameters]
-        plans.extend(_TEMPLATES[kinds[group.module]](group, own, streams, scope))
+        plans.extend(_TEMPLATES[kinds[group.module]](group, own, streams_at[group.module], scope))
     return plans
 
 

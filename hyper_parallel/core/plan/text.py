@@ -6,6 +6,7 @@ from math import prod
 from typing import Iterator, Sequence
 
 from hyper_parallel.core.placement import Placement, RaggedShard, Replicate
+from hyper_parallel.core.plan.blocks import EDGES
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
 from hyper_parallel.core.plan.costs import Crossings, Flow, activation_bytes, memory, traffic
 from hyper_parallel.core.plan.folding import fold
@@ -60,12 +61,23 @@ def _traffic_table(flows: Sequence[Flow]) -> str:
 def boundary_table(plan: ShardingPlan, topology: Topology | None = None, full: bool = False) -> str:
     """Every boundary with its contracts, one line for each tensor, and the steps that its transition takes."""
     crossings = Crossings(plan.mesh, plan.tokens, topology)
-    entries = [(each.module, tuple(_boundary_lines(each, crossings))) for each in plan.boundaries]
+    entries = [(each, tuple(_boundary_lines(each, crossings))) for each in plan.boundaries]
     lines = [f"boundaries: {_stream_text(plan)}"]
-    for module, (head, *contracts) in entries if full else fold(entries):
+    for module, (head, *contracts) in [(each.module, told) for each, told in entries] if full else _folded(entries):
         lines.append(f"  {module or ROOT}: {head}")
         lines.extend(f"    {each}" for each in contracts)
     return "\n".join(lines)
+
+
+def _folded(entries: Sequence[tuple[BoundaryPlan, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Blocks that are alike as one; what begins and ends them stands around all of them."""
+    folded = fold([(each.module, told) for each, told in entries if each.kind not in EDGES])
+    for each, told in entries:
+        if each.kind in EDGES:
+            blocks = f"{each.module.rpartition('.')[0]}." if "." in each.module else ""
+            inside = [place for place, (module, _) in enumerate(folded) if module.startswith(blocks)] or [len(folded)]
+            folded.insert(inside[0] if each.kind == "entry" else inside[-1] + 1, (each.module, told))
+    return folded
 
 
 def _stream_text(plan: ShardingPlan) -> str:

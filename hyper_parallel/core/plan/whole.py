@@ -11,6 +11,7 @@ from typing import Iterable, Iterator, Mapping, Sequence
 
 from hyper_parallel.core.placement import Replicate
 from hyper_parallel.core.plan.assignment import RoleResult
+from hyper_parallel.core.plan.blocks import Blocks
 from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, active
 from hyper_parallel.core.plan.model import ModelDescription
 from hyper_parallel.core.plan.placing import Placed
@@ -76,12 +77,17 @@ def pending_of_whole(placed: Placed, place: Place, scope: Scope | None, streams:
     return replace(placed, pending=tuple(axes))
 
 
-def with_whole(plans: Sequence[BoundaryPlan], places: Iterable[Place], streams: Streams, order: Mapping[str, int]):
+def with_whole(
+    plans: Sequence[BoundaryPlan],
+    places: Iterable[Place],
+    blocks: Blocks,
+    order: Mapping[str, int],
+) -> list[BoundaryPlan]:
     """The boundaries with those of whole modules, each before the first that the model has after it."""
     plans = list(plans)
     for module in dict.fromkeys(place.module for place in places if place.module):
         at = next((i for i, plan in enumerate(plans) if order.get(plan.module, -1) > order[module]), len(plans))
-        plans.insert(at, _boundary(module, streams))
+        plans.insert(at, _boundary(module, blocks.streams_at(module)))
     return plans
 
 
@@ -102,9 +108,12 @@ def first_parameters(names: Iterable[str]) -> dict[str, int]:
 
 
 def settle_whole(
-    members: dict[str, Member], places: Mapping[str, Place], scope_of: Mapping[str, Scope], streams: Streams
+    members: dict[str, Member],
+    places: Mapping[str, Place],
+    scope_of: Mapping[str, Scope],
+    blocks: Blocks,
 ) -> None:
     """Give every whole parameter its pending axes, in place."""
     for name, place in places.items():
-        placed = pending_of_whole(members[name].placed, place, scope_of.get(place.inside), streams)
+        placed = pending_of_whole(members[name].placed, place, scope_of.get(place.inside), blocks.streams_at(name))
         members[name] = replace(members[name], placed=placed)

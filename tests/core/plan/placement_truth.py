@@ -8,7 +8,7 @@ A code says how the ranks of `tensor` share a parameter:
 | `blocks D N` | along dim D within each of the N blocks that lie end to end there |
 | `few D` | along dim D while each rank gets a key/value head; else whole on each, for the queries of that rank |
 | `few norm` | a norm over all key/value heads: whole, on whole heads; with too few each rank uses what it made of one |
-| `stream` | whole, acts on hidden states: with sequence parallelism each rank sees a part of the tokens |
+| `stream` | whole, acts on hidden states in a block: with sequence parallelism each rank sees a part of the tokens |
 | `inside` | whole, acts between cut parameters: each rank computes a part of its gradient |
 | `alone` | whole, and every rank computes all of its gradient |
 | `+E` | an expert tensor: dim 0 is dealt out over `expert` as well |
@@ -38,7 +38,7 @@ LAYER = "model.layers.*"
 ATTENTION, MLP = f"{LAYER}.self_attn", f"{LAYER}.mlp"
 
 # F.embedding(tokens, rows of a rank), zero for other tokens, gives a sum; F.linear(h, rows of a rank) gives its logits.
-ENDS = {"model.embed_tokens.weight": "cut 0", "model.norm.weight": "stream", "lm_head.weight": "cut 0"}
+ENDS = {"model.embed_tokens.weight": "cut 0", "model.norm.weight": "alone", "lm_head.weight": "cut 0"}
 LLAMA = ENDS | everywhere(LAYER, "stream", "input_layernorm", "post_attention_layernorm")
 # q_proj(x).view(.., -1, 8): a contiguous part of the rows is a part of the heads; o_proj takes heads along its columns.
 HEADS = at(ATTENTION, q_proj="cut 0", k_proj="few 0", v_proj="few 0", o_proj="cut 1")
@@ -82,7 +82,7 @@ def with_biases(codes: Codes, *outputs: str) -> Codes:
 
 BLOCK = "transformer.h.*"
 GPT2 = with_biases(
-    {"transformer.wte.weight": "cut 0", "lm_head.weight": "cut 0", "transformer.ln_f.weight": "stream"}
+    {"transformer.wte.weight": "cut 0", "lm_head.weight": "cut 0", "transformer.ln_f.weight": "alone"}
     | everywhere(BLOCK, "stream", "ln_1", "ln_2")
     # Every rank looks up all positions and keeps those of its tokens: the gradient is gathered, then whole.
     | {"transformer.wpe.weight": "alone"}
@@ -94,7 +94,7 @@ GPT2 = with_biases(
 
 NEOX = "gpt_neox.layers.*"
 GPT_NEOX = with_biases(
-    {"gpt_neox.embed_in.weight": "cut 0", "lm_head.weight": "cut 0", "gpt_neox.final_layer_norm.weight": "stream"}
+    {"gpt_neox.embed_in.weight": "cut 0", "lm_head.weight": "cut 0", "gpt_neox.final_layer_norm.weight": "alone"}
     | everywhere(NEOX, "stream", "input_layernorm", "post_attention_layernorm")
     # view(.., 4, 3 * 8).chunk(3, -1): rows are head by head.
     | at(f"{NEOX}.attention", query_key_value="cut 0", dense="cut 1")
@@ -107,8 +107,8 @@ FALCON = (
     {
         "transformer.word_embeddings.weight": "cut 0",
         "lm_head.weight": "cut 0",
-        "transformer.ln_f.weight": "stream",
-        "transformer.ln_f.bias": "stream",
+        "transformer.ln_f.weight": "alone",
+        "transformer.ln_f.bias": "alone",
     }
     | at(BLOCK, input_layernorm="stream", input_layernorm_b="stream")
     # 4 queries, one key and one value end to end: no rank can have its part of each. Rows are cut as they come, made
@@ -186,7 +186,7 @@ _LLAMA_KINDS = {
     ATTENTION: "reads and writes",
     f"{LAYER}.post_attention_layernorm": "norm",
     MLP: "reads and writes",
-    "model.norm": "norm",
+    "model.norm": "last norm",
     "lm_head": "head",
 }
 _EXPERT_KINDS = {f"{MLP}.gate": "router", f"{MLP}.experts": "part of a block"}
@@ -207,7 +207,7 @@ KINDS: dict[str, Kinds] = {
         f"{BLOCK}.self_attention.query_key_value": "makes whole",
         f"{BLOCK}.self_attention.dense": "takes its part",
         f"{BLOCK}.mlp": "reads and writes",
-        "transformer.ln_f": "norm",
+        "transformer.ln_f": "last norm",
         "lm_head": "head",
     },
     "gemma2": _GEMMA_KINDS,
@@ -221,7 +221,7 @@ KINDS: dict[str, Kinds] = {
         f"{BLOCK}.attn": "reads and writes",
         f"{BLOCK}.ln_2": "norm",
         f"{BLOCK}.mlp": "reads and writes",
-        "transformer.ln_f": "norm",
+        "transformer.ln_f": "last norm",
         "lm_head": "head",
     },
     "gpt_neox": {
@@ -230,7 +230,7 @@ KINDS: dict[str, Kinds] = {
         f"{NEOX}.post_attention_layernorm": "norm",
         f"{NEOX}.attention": "reads and writes",
         f"{NEOX}.mlp": "reads and writes",
-        "gpt_neox.final_layer_norm": "norm",
+        "gpt_neox.final_layer_norm": "last norm",
         "lm_head": "head",
     },
     "gpt_oss": _LLAMA_KINDS | {f"{MLP}.router": "router", f"{MLP}.experts": "part of a block"},
@@ -250,14 +250,15 @@ KINDS: dict[str, Kinds] = {
 
 SIDES: dict[str, tuple[str, str]] = {
     # Input, output: how the tensor lies before > after, the gradient of the latter, and that of the former. S: as
-    # hidden states lie between boundaries; R: the same on all ranks; P: a sum over ranks; F: features are cut.
-    "embedding": ("R > R: R, R", "P > S: S, R"),
-    "positions": ("R > R: R, R", "R > S: S, R"),
+    # hidden states lie in blocks; R: the same on all ranks; P: a sum over ranks; F: features are cut.
+    "embedding": ("R > R: R, R", "P > R: R, R"),
+    "positions": ("R > R: R, R", "R > R: R, R"),
     "norm": ("S > S: S, S", "S > S: S, S"),
+    "last norm": ("R > R: R, R", "R > R: R, R"),
     "reads and writes": ("S > R: P, S", "P > S: S, R"),
     "part of a block": ("R > R: P, P", "P > P: R, R"),
     "router": ("R > R: P, P", "R > R: P, P"),
-    "head": ("S > R: P, S", "F > F: F, F"),
+    "head": ("R > R: P, R", "F > F: F, F"),
     "makes whole": ("R > R: P, P", "F > R: R, F"),
     "takes its part": ("R > F: F, R", "P > P: R, R"),
     "all heads": ("F > R: R, F", "R > F: F, R"),

@@ -249,11 +249,19 @@ def test_a_region_where_there_is_no_boundary():
 
 
 def test_a_region_between_boundaries_takes_hidden_states_as_they_lie():
-    parameters = {"layers.0.mixer.weight": ((7, 7), "Strange"), "layers.0.norm.weight": ((32,), "RMSNorm")}
+    parameters, modules = {}, {}
+    for block in ("layers.0", "layers.1", "layers.2"):
+        parameters |= {f"{block}.mixer.weight": ((7, 7), "Strange"), f"{block}.norm.weight": ((32,), "RMSNorm")}
+        modules[block] = "Block"
     asked = {"parameters": {"**.mixer.**": {"role": "none"}}, "regions": {"layers.*": {"kind": "transparent"}}}
-    region = boundary(derive(by_hand(parameters, {"layers.0": "Block"}), MESH, asked), "layers.0")
-    assert (region.kind, region.region) == ("region", "transparent")
-    assert region.inputs[0].before == region.inputs[0].after == {"shard": Shard(0), "tensor": Shard(1)}
+    plan = derive(by_hand(parameters, modules), MESH, asked)
+    regions = [boundary(plan, block) for block in modules]
+    assert {(each.kind, each.region) for each in regions} == {("region", "transparent")}
+    ends = [
+        [each.inputs[0].before, each.inputs[0].after, each.outputs[0].before, each.outputs[0].after] for each in regions
+    ]
+    whole, part = ({"shard": Shard(0), "tensor": each} for each in (Replicate(), Shard(1)))
+    assert ends == [[whole, part, part, part], [part, part, part, part], [part, part, part, whole]]
 
 
 def test_a_region_where_there_is_a_boundary_keeps_its_contracts():

@@ -1,0 +1,102 @@
+"""Where sequence parallelism holds: from the first block to the last.
+
+A model's own code outside of its blocks adds positions to embedded tokens, makes masks, reads the number of tokens off
+hidden states and views them by it. So hidden states are whole there on every tensor rank. The first block takes its
+part of the sequence when it is called, and the last one hands all of it on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Sequence
+
+from hyper_parallel.core.plan.assignment import RoleResult
+from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
+from hyper_parallel.core.plan.model import ModelDescription
+from hyper_parallel.core.plan.role_rules import ROLES
+from hyper_parallel.core.plan.templates import Streams
+
+EDGES = ("entry", "exit")
+"""The kinds of boundaries that only cut the sequence, or put it together."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks between which each tensor rank has a part of the sequence, and how hidden states lie there.
+
+    `lists` are the lists of blocks that hold more than what is kept whole; of several nobody knows which comes first.
+    `first` and `last` are blocks, "" where the sequence is not cut: without sequence parallelism, and in a model
+    without a list of blocks.
+    """
+
+    streams: Streams
+    lists: tuple[str, ...] = ()
+    first: str = ""
+    last: str = ""
+
+    def streams_at(self, module: str) -> Streams:
+        """The layouts around a module."""
+        block = block_of(module)
+        return self.streams if block and block.rpartition(".")[0] in self.lists else self._around
+
+    @property
+    def _around(self) -> Streams:
+        return replace(self.streams, sequence_parallel=False)
+
+    def with_edges(self, plans: Sequence[BoundaryPlan]) -> list[BoundaryPlan]:
+        """The boundaries with those of the first and the last block. A block that is a boundary itself takes whole
+        hidden states in, or hands them on."""
+        plans = list(plans)
+        if not self.first:
+            return plans
+        whole, part = self._around.outside, self.streams.outside
+        known = {plan.module: place for place, plan in enumerate(plans)}
+        if self.first in known:
+            plans[known[self.first]] = _with_end(plans[known[self.first]], "inputs", before=whole, gradient_before=None)
+        else:
+            inside = [place for place, plan in enumerate(plans) if plan.module.startswith(f"{self.first}.")]
+            taken = (self.streams.contract("hidden", whole, part),)
+            edge = BoundaryPlan(self.first, "entry", taken, (), note="each tensor rank takes its part of the sequence")
+            plans.insert(min(inside, default=len(plans)), edge)
+        known = {plan.module: place for place, plan in enumerate(plans)}
+        handed = self.streams.contract("hidden", part, whole)
+        if self.last not in known:
+            inside = [place for place, plan in enumerate(plans) if plan.module.startswith(f"{self.last}.")]
+            edge = BoundaryPlan(self.last, "exit", (), (handed,), note="the sequence is put together")
+            plans.insert(max(inside, default=len(plans) - 1) + 1, edge)
+        elif plans[known[self.last]].kind == "entry":
+            plans[known[self.last]] = replace(plans[known[self.last]], outputs=(handed,))
+        else:
+            place = known[self.last]
+            plans[place] = _with_end(plans[place], "outputs", after=whole, gradient=handed.gradient)
+        return plans
+
+
+def _with_end(plan: BoundaryPlan, side: str, **ends: object) -> BoundaryPlan:
+    def changed(contract: Contract) -> Contract:
+        return replace(contract, **ends) if contract.name == "hidden" else contract
+
+    return replace(plan, **{side: tuple(changed(each) for each in getattr(plan, side))})
+
+
+def find_blocks(model: ModelDescription, roles: RoleResult, streams: Streams) -> Blocks:
+    """The blocks of a model."""
+    if not streams.sequence_parallel:
+        return Blocks(streams)
+    families = {name: ROLES[each.role].boundary for name, each in roles.assignments.items()}
+    found = dict.fromkeys(block_of(name) for name, family in families.items() if family != "whole")
+    lists = tuple(dict.fromkeys(block.rpartition(".")[0] for block in found if block))
+    if not lists:
+        return Blocks(streams)
+    listed = {block for block in map(block_of, (*model.modules, *families)) if block.rpartition(".")[0] == lists[0]}
+    blocks = sorted((block for block in listed if block), key=lambda block: int(block.rpartition(".")[2]))
+    return Blocks(streams, lists, blocks[0], blocks[-1])
+
+
+def block_of(module: str) -> str:
+    """The outermost list element that a module or parameter is or stands in, else ""."""
+    segments = module.split(".")
+    for index, segment in enumerate(segments):
+        if segment.isdigit():
+            return ".".join(segments[: index + 1])
+    return ""
