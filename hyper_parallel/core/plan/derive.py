@@ -10,7 +10,7 @@ from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.host import collector_at_rest
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Placement
+from hyper_parallel.core.placement import Placement, Replicate
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.blocks import Blocks, find_blocks
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
@@ -19,8 +19,13 @@ from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_s
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint import lint, report
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
+<<<<<<< hyper_parallel/core/plan/derive.py
+from hyper_parallel.core.plan.overrides import Overrides
+from hyper_parallel.core.plan.placing import BY_TOKEN, DATA_PARALLEL, Surroundings, place, settled
+=======
 from hyper_parallel.core.plan.overrides import Overrides, with_regions
 from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, place, settled
+>>>>>>> /tmp/scratch/lead/theirs
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.plan.roles import all_names, assign_roles
 from hyper_parallel.core.plan.templates import Member, Streams, boundaries, scopes
@@ -30,7 +35,8 @@ from hyper_parallel.core.plan.whole import first_parameters, settle_whole, whole
 @dataclass(frozen=True)
 class Draft:
     """A plan in the making, with all that lint wants to know. `members` and `roles` have every name, tied ones too;
-    `misfits` is what overrides say of boundaries that are none."""
+    `usual` are the boundaries by module as they are without overrides of contracts, and `misfits` is what overrides say
+    of boundaries that are none."""
 
     model: ModelDescription
     mesh: DeviceMesh
@@ -40,7 +46,11 @@ class Draft:
     kinds: Mapping[str, str]
     members: Mapping[str, Member]
     boundaries: tuple[BoundaryPlan, ...]
+<<<<<<< hyper_parallel/core/plan/derive.py
+    usual: Mapping[str, BoundaryPlan]
+=======
     blocks: Blocks
+>>>>>>> /tmp/scratch/lead/theirs
     misfits: tuple[str, ...] = ()
 
     @property
@@ -99,12 +109,46 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
             placed, assignment = members[name].placed, roles.assignments[name]
             members[name] = replace(members[name], placed=settled(placed, assignment, scope_of[each.module].cut))
     places = whole_places(model, roles, {module: kinds.get(module, "moe") for module in scope_of})
+<<<<<<< hyper_parallel/core/plan/derive.py
+    settle_whole(members, places, scope_of, streams)
+    usual = with_whole(
+        boundaries(groups, kinds, members, streams), places.values(), streams, first_parameters(described)
+    )
+    plans, misfits = overrides.boundaries(usual, kinds, streams, tuple(described))
+    acts_in = {name: each.module for each in groups for name in each.parameters}
+    acts_in |= {name: place.module or place.inside for name, place in places.items()}
+    _settle_by_token(members, acts_in, plans, kinds, mesh)
+    by_module = {plan.module: plan for plan in usual}
+    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), by_module, tuple(misfits))
+
+
+def _settle_by_token(
+    members: dict[str, Member],
+    acts_in: Mapping[str, str],
+    plans: Iterable[BoundaryPlan],
+    kinds: Mapping[str, str],
+    mesh: DeviceMesh,
+) -> None:
+    """What works on each token for itself sees the tokens that its contract brings: gradients of its parameters are
+    partial sums along all axes that cut these, or along which the gradient comes as a partial sum. In place."""
+    pending: dict[str, tuple[str, ...]] = {}
+    for plan in plans:
+        if kinds.get(plan.module) in BY_TOKEN or plan.kind == "whole":
+            gradient = next((each.gradient for each in plan.inputs if each.name == "hidden"), {})
+            pending[plan.module] = tuple(
+                axis for axis in active(mesh) if gradient.get(axis, Replicate()) != Replicate()
+            )
+    for name, module in acts_in.items():
+        if module in pending:
+            members[name] = replace(members[name], placed=replace(members[name].placed, pending=pending[module]))
+=======
     settle_whole(members, places, scope_of, blocks)
     order = first_parameters(described)
     plans = with_whole(boundaries(groups, kinds, members, streams_at), places.values(), blocks, order)
     plans = blocks.with_edges(with_regions(plans, overrides.regions, blocks, order))
     plans, misfits = overrides.boundaries(plans, kinds, blocks)
     return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), blocks, tuple(misfits))
+>>>>>>> /tmp/scratch/lead/theirs
 
 
 def hidden_size(parameters: Iterable[ParameterDescription], roles: RoleResult) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Iterator, Sequence
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.plan.assignment import RoleResult
+from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
 from hyper_parallel.core.plan.placing import DATA_PARALLEL, with_shard
@@ -14,6 +17,7 @@ from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.roles import assign_roles
 from hyper_parallel.core.plan.templates import Member, scopes
 from hyper_parallel.core.plan.violations import Finding, Violation, report, together
+from hyper_parallel.core.plan.whole import above
 
 if TYPE_CHECKING:
     from hyper_parallel.core.plan.derive import Draft
@@ -40,9 +44,24 @@ def _axes(draft: Draft) -> Iterator[Finding]:
 
 
 def _unknown(draft: Draft) -> Iterator[Finding]:
-    """What no rule knows, and what contradicts itself."""
+    """What no rule knows, and what contradicts itself. A role by hand that breaks what rules know is taken back."""
+    culprits = _culprits(draft)
     for name, tried in draft.roles.unknown.items():
-        yield Finding("unknown", name, "; ".join(tried), name, "{role: none}")
+        target, fix = (culprits[name], "{role: auto}") if name in culprits else (name, "{role: none}")
+        yield Finding("unknown", name, "; ".join(tried), target, fix)
+
+
+def _culprits(draft: Draft) -> dict[str, str]:
+    """By the names that rules would know: the first of their group that has another role by hand."""
+    by_hand = draft.overrides.roles_by_hand
+    if not by_hand or not draft.roles.unknown:
+        return {}
+    found = assign_roles(draft.model)
+    culprits: dict[str, str] = {}
+    for each in group(draft.model, found):
+        first = next((name for name in each.parameters if name in by_hand), None)
+        culprits |= {name: name if name in by_hand else first for name in each.parameters if first is not None}
+    return culprits
 
 
 def _problems(draft: Draft) -> Iterator[Finding]:
@@ -105,6 +124,8 @@ def _tied(draft: Draft) -> Iterator[Finding]:
         if not (other in draft.members and first in draft.members):
             continue
         one, two = draft.members[first].placed, draft.members[other].placed
+        if one.problems or two.problems:
+            continue  # told for themselves, and what mends them mends this
         if dict(one.placements) != dict(two.placements):
             here, there = _told(one.placements), _told(two.placements)
             axes = [axis for axis in draft.mesh.names if one.placements.get(axis) != two.placements.get(axis)]
@@ -112,14 +133,17 @@ def _tied(draft: Draft) -> Iterator[Finding]:
             fix = f"{{placements: {{{', '.join(f'{axis}: replicate' for axis in whole)}}}}}" if whole else ""
             name = other if any(axis in two.placements for axis in whole) else first
             message = f"is the same tensor as {first}, which is placed as {here}, and it as {there}"
-            yield Finding("tied", other, message, name, fix, because=draft.members[other].assignment.rule)
         elif set(one.pending) != set(two.pending):
-            yield Finding(
-                "tied",
-                other,
+            name, fix = other, ""
+            message = (
                 f"is the same tensor as {first}, whose gradient is pending over {_list(one.pending)}, and its own over "
-                f"{_list(two.pending)}",
+                f"{_list(two.pending)}"
             )
+        else:
+            continue
+        if by_hand := [each for each in (other, first) if each in draft.overrides.roles_by_hand]:
+            name, fix = by_hand[0], "{role: auto}"
+        yield Finding("tied", other, message, name, fix, because=draft.members[other].assignment.rule)
 
 
 def _told(placements) -> str:
@@ -169,22 +193,73 @@ def _alone(draft: Draft, each: Group, member: Member, partner: Member, axis: str
 
 
 def _roles_taken(draft: Draft) -> Iterator[Finding]:
-    """What an override keeps whole, although rules know it, and others of its boundary are cut."""
+    """What an override keeps whole, although rules know it, and what it works with is cut."""
     taken = [name for name, (role, _) in draft.overrides.roles.items() if role == "whole"]
     if not taken:
         return
     found = assign_roles(draft.model)
-    groups = group(draft.model, found)
-    partners = {name: each.parameters for each in groups for name in each.parameters}
-    for name in taken:
-        known = found.assignments.get(name)
-        if known is None:
+    around = _Around(draft, found)
+    for name in (each for each in taken if each in found.assignments):
+        role, because = found.assignments[name].role, found.assignments[name].rule
+        kind = ROLES[role]
+        if kind.tensor == "vocabulary":
+            message = f"is {role}, and keeps no contract with role: none"
+            yield Finding("consistent", name, message, name, "{role: auto, placements: none}", because=because)
             continue
-        if ROLES[known.role].tensor == "vocabulary":
-            message = f"is {known.role}, and keeps no contract with role: none"
-            yield Finding("consistent", name, message, name, "{role: auto, placements: none}", because=known.rule)
-            continue
-        cut = [each for each in partners[name] if each in draft.members and draft.members[each].is_cut]
-        if cut and ROLES[known.role].tensor in ("output", "heads", "input"):
-            message = f"stays whole with role: none, while {cut[0]}, which works on the same, is cut over tensor"
-            yield Finding("consistent", name, message, name, "{role: auto}", because=known.rule)
+        target, fix = name, "{role: auto}"
+        cut, axis = [], "tensor"
+        if kind.tensor in ("output", "heads", "input"):
+            cut = around.partners(name)
+        elif kind.boundary == "wide_norm":
+            cut = around.attention(name)
+        elif kind.boundary == "router" and kind.pending:
+            axis = next((each for each in ("tensor", "expert") if around.block(name, each)), axis)
+            cut = around.block(name, axis)
+            if around.experts_are_whole(name):
+                target, fix = _whole_of(around.blocks[around.holder[name]]), "{role: none}"
+        if cut:
+            message = f"stays whole with role: none, while {cut[0]}, which works on the same, is cut over {axis}"
+            yield Finding("consistent", name, message, target, fix, because=because)
+
+
+class _Around:
+    """What is cut around a parameter, in the groups that the rules alone make."""
+
+    def __init__(self, draft: Draft, found: RoleResult) -> None:
+        self.members, self.roles = draft.members, draft.overrides.roles
+        groups = group(draft.model, found)
+        groups = [replace(each, parameters=tuple(n for n in each.parameters if n in draft.members)) for each in groups]
+        strange = without_boundary(groups, found)
+        typed = [each for each in groups if each.parameters and not strange.keys() & set(each.parameters)]
+        self.kinds = boundary_types(typed, found)
+        self.groups = {each.module: each.parameters for each in groups}
+        self.holder = {name: each.module for each in groups for name in each.parameters}
+        scope_of = scopes(typed, self.kinds, draft.members)
+        self.blocks = {module: each.block or module for module, each in scope_of.items()}
+
+    def partners(self, name: str) -> list[str]:
+        """Those of the same group that `tensor` cuts."""
+        return self._cut("tensor", [self.holder[name]])
+
+    def attention(self, name: str) -> list[str]:
+        """What `tensor` cuts in the attention around a norm over all heads."""
+        return self._cut("tensor", [each for each in above(name) if self.kinds.get(each) == "attention"])
+
+    def block(self, name: str, axis: str) -> list[str]:
+        """What an axis cuts in the block of experts that a router belongs to."""
+        return self._cut(axis, self._in_block(name))
+
+    def experts_are_whole(self, name: str) -> bool:
+        """Tell whether an override keeps the experts of a router's block whole."""
+        names = [
+            each for module in self._in_block(name) if self.kinds[module] == "experts" for each in self.groups[module]
+        ]
+        return bool(names) and all(self.roles.get(each, ("",))[0] == "whole" for each in names)
+
+    def _in_block(self, name: str) -> list[str]:
+        block = self.blocks.get(self.holder[name])
+        return [module for module, each in self.blocks.items() if each == block and module in self.groups]
+
+    def _cut(self, axis: str, modules: Sequence[str]) -> list[str]:
+        names = [name for module in modules for name in self.groups[module]]
+        return [name for name in names if axis in self.members[name].placed.placements]

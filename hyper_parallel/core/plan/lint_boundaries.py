@@ -7,14 +7,15 @@ hand on what it gives away.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator, Mapping
+from typing import TYPE_CHECKING, Iterator
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.placement import Partial, Replicate
 from hyper_parallel.core.plan.blocks import EDGES, block_of
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
-from hyper_parallel.core.plan.placing import has_few_heads
-from hyper_parallel.core.plan.templates import Streams, scopes
+from hyper_parallel.core.plan.lint_contracts import OUTER, is_trusted, lint_contracts, section
+from hyper_parallel.core.plan.override_file import SIDES
+from hyper_parallel.core.plan.templates import Streams
 from hyper_parallel.core.plan.violations import Finding
 from hyper_parallel.core.plan.whole import above
 
@@ -29,7 +30,11 @@ def lint_boundaries(draft: Draft) -> Iterator[Finding]:
     yield from _misfits(draft)
     yield from _coverage(draft)
     yield from _legal(draft)
+<<<<<<< hyper_parallel/core/plan/lint_boundaries.py
+    yield from lint_contracts(draft)
+=======
     yield from _lists(draft)
+>>>>>>> /tmp/scratch/lead/theirs
     yield from _Chain(draft).findings()
 
 
@@ -70,8 +75,12 @@ def _legal(draft: Draft) -> Iterator[Finding]:
                     except LayoutError as error:
                         known[key] = str(error)
                 if known[key]:
-                    fix = f"{{{side}: {{{contract.name}: {{before: auto, after: auto, gradient: auto}}}}}}"
+                    ends = ", ".join(f"{end}: auto" for end in SIDES)
+                    fix = f"{{{side}: {{{contract.name}: {{{ends}}}}}}}"
                     message = f"{side[:-1]} {contract.name}: {known[key]}"
+<<<<<<< hyper_parallel/core/plan/lint_boundaries.py
+                    yield Finding("layout", plan.module, message, plan.module, fix, section(draft, plan.module))
+=======
                     yield Finding("layout", plan.module, message, plan.module, fix, _section(draft, plan.module))
 
 
@@ -88,6 +97,7 @@ def _lists(draft: Draft) -> Iterator[Finding]:
 
 def _section(draft: Draft, module: str) -> str:
     return "regions" if module in draft.overrides.regions else "boundaries"
+>>>>>>> /tmp/scratch/lead/theirs
 
 
 class _Chain:
@@ -109,10 +119,11 @@ class _Chain:
             outer = self.plans.get(self.around[module]) if self.around[module] is not None else None
             if outer is None:
                 yield from self._outer(plan)
+                yield from self._sums(plan)
             else:
                 yield from self._inner(plan, outer)
+                yield from self._parts(plan, outer)
         yield from self._features()
-        yield from self._heads()
 
     def lies(self, placements: ByAxis) -> Lies:
         """Placements over all active axes, as text that can be compared and shown."""
@@ -133,11 +144,24 @@ class _Chain:
             elif not any(found == self.lies(each.before) for each in self._neighbours(plan, "inputs")):
                 yield self._broken(plan, contract, "outputs", "after", "hands on", "takes them so", usual)
 
+<<<<<<< hyper_parallel/core/plan/lint_boundaries.py
+    def _sums(self, plan: BoundaryPlan) -> Iterator[Finding]:
+        """Nothing between modules adds up a pending sum."""
+        for side, (end, _) in OUTER.items():
+            for contract in getattr(plan, side) if plan.module in self.draft.usual else ():
+                layout = getattr(contract, end)
+                if contract.name != "hidden" and any(isinstance(each, Partial) for each in layout.values()):
+                    message = (
+                        f"has {contract.name} as ({', '.join(self.lies(layout))}), and nothing adds up a pending sum"
+                    )
+                    yield self._finding(plan, message, side, contract.name, end)
+=======
     def _streams(self, plan: BoundaryPlan, side: str) -> Streams:
         """The layouts on one side of a boundary; outside of the blocks for their edges."""
         blocks = self.draft.blocks
         is_edge = plan.module == (blocks.first if side == "inputs" else blocks.last)
         return blocks.streams_at("" if is_edge else plan.module)
+>>>>>>> /tmp/scratch/lead/theirs
 
     def _neighbours(self, plan: BoundaryPlan, side: str) -> Iterator[Contract]:
         """Hidden states of the outer boundaries in the same block, and across its edge: on the other `side`. Those
@@ -162,7 +186,10 @@ class _Chain:
         return self._finding(plan, message, side, "hidden", end)
 
     def _inner(self, plan: BoundaryPlan, outer: BoundaryPlan) -> Iterator[Finding]:
-        """Inside of another boundary hidden states and their gradients are what it has made of them."""
+        """Inside of another boundary hidden states and their gradients are what it has made of them: as its template
+        says, where that is checked for itself."""
+        if not is_trusted(self.draft, outer.module):
+            outer = self.draft.usual.get(outer.module, outer)
         taken, given = (_hidden(each) for each in (outer.inputs, outer.outputs))
         mine, made = _hidden(plan.inputs), _hidden(plan.outputs)
         if mine and taken:
@@ -194,20 +221,29 @@ class _Chain:
         taken_away = next((each for each in above(plan.module) if _is_taken_away(self.draft, each)), None)
         if taken_away is not None:
             return Finding("chain", plan.module, message, taken_away, "{type: auto}", "boundaries")
-        if plan.module not in self.draft.overrides.modules and outer is not None:
-            return Finding("chain", plan.module, message, f"{outer}.**", "{placements: {tensor: replicate}}")
+        if plan.module not in self.draft.overrides.modules:
+            return Finding("chain", plan.module, message, *self._around_untouched(plan, outer))
         fix = f"{{{side}: {{{name}: {{{end}: auto}}}}}}"
-        return Finding("chain", plan.module, message, plan.module, fix, _section(self.draft, plan.module))
+        return Finding("chain", plan.module, message, plan.module, fix, section(self.draft, plan.module))
+
+    def _around_untouched(self, plan: BoundaryPlan, outer: str | None) -> tuple[str, str]:
+        """Pattern and line for a boundary whose contracts no entry changes: the roles around it are to blame. A router
+        works on whole hidden states, and where no experts are left its block does nothing to have them so."""
+        held = next((each.parameters for each in self.draft.groups if each.module == plan.module), ())
+        by_hand = next((name for name in held if name in self.draft.overrides.roles_by_hand), None)
+        if by_hand is not None:
+            return by_hand, "{role: auto}"
+        if outer is None:
+            return f"{plan.module.rpartition('.')[0]}.**".lstrip("."), "{role: none}"
+        return f"{outer}.**", "{placements: {tensor: replicate}}"
 
     def _features(self) -> Iterator[Finding]:
         """Inner features between two halves that no module holds together: what one gives the other takes."""
         ends: dict[str, list[tuple[BoundaryPlan, str, Lies]]] = {}
         for module, plan in self.plans.items():
-            for side, end in (("outputs", "after"), ("inputs", "before")):
-                for contract in getattr(plan, side):
-                    if contract.name == "features":
-                        lies = self.lies(getattr(contract, end))
-                        ends.setdefault(module.rpartition(".")[0], []).append((plan, side, lies))
+            for side, name, found in self._handed(plan):
+                if name == "features" and self.around[module] is None:
+                    ends.setdefault(module.rpartition(".")[0], []).append((plan, side, found))
         changed = self.draft.overrides.modules
         for parts in ends.values():
             first, first_side, usual = parts[0]
@@ -217,34 +253,27 @@ class _Chain:
                 message = f"has features as ({', '.join(lies)}), and {first.module} as ({', '.join(usual)})"
                 if plan.module in changed or first.module in changed:
                     culprit, at = (plan, side) if plan.module in changed else (first, first_side)
-                    yield self._finding(culprit, message, at, "features", "after" if at == "outputs" else "before")
+                    yield self._finding(culprit, message, at, "features", OUTER[at][0])
                 else:
                     pattern = f"{plan.module}.**"
                     yield Finding("chain", plan.module, message, pattern, "{placements: {tensor: replicate}}")
 
-    def _heads(self) -> Iterator[Finding]:
-        """A norm over all heads takes what projections make, and hands on what attention works on."""
-        scope_of: Mapping = scopes(self.draft.groups, self.draft.kinds, self.draft.members)
-        assignments = self.draft.roles.assignments
-        few = {
-            each.module
-            for each in self.draft.groups
-            if any(has_few_heads(assignments[name], self.draft.mesh) for name in each.parameters)
-        }
-        members = self.draft.members
-        unplaced = {g.module for g in self.draft.groups if any(members[name].placed.problems for name in g.parameters)}
-        for module, plan in self.plans.items():
-            if any(each in unplaced for each in above(module)):
-                continue
-            for side, end in (("inputs", "before"), ("outputs", "after")):
-                for contract in (each for each in getattr(plan, side) if each.name == "heads"):
-                    scope = scope_of.get(module)
-                    cut = scope and scope.cut and module not in few
-                    wanted = self.lies(self.streams.features if cut else self.streams.inside)
-                    found = self.lies(getattr(contract, end))
-                    if found != wanted:
-                        message = f"has heads as ({', '.join(found)}), and attention as ({', '.join(wanted)})"
-                        yield self._finding(plan, message, side, "heads", end)
+    def _parts(self, plan: BoundaryPlan, outer: BoundaryPlan) -> Iterator[Finding]:
+        """What else goes in and out of a part of a module lies there as the template says."""
+        if plan.module not in self.draft.usual or is_trusted(self.draft, outer.module):
+            return
+        usual = {(side, name): lies for side, name, lies in self._handed(self.draft.usual[plan.module])}
+        for side, name, found in self._handed(plan):
+            wanted = usual.get((side, name), found)
+            if name != "hidden" and found != wanted:
+                message = f"has {name} as ({', '.join(found)}), and {outer.module}, around it, as ({', '.join(wanted)})"
+                yield self._finding(plan, message, side, name, OUTER[side][0])
+
+    def _handed(self, plan: BoundaryPlan) -> Iterator[tuple[str, str, Lies]]:
+        """Side, name and layout of all that goes in and out."""
+        for side, (end, _) in OUTER.items():
+            for contract in getattr(plan, side):
+                yield side, contract.name, self.lies(getattr(contract, end))
 
 
 def _hidden(contracts: tuple[Contract, ...]) -> Contract | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Mapping, Sequence
 
@@ -92,6 +93,11 @@ class Overrides:
         """Placements that the user decides for one parameter."""
         fields = self.parameters.get(name, {})
         return {path[1]: value for path, value in fields.items() if path[0] == "placements" and value != AUTO}
+
+    @cached_property
+    def roles_by_hand(self) -> frozenset[str]:
+        """The parameters that an entry gives another role than none."""
+        return frozenset(name for name, (role, _) in self.roles.items() if role != "whole")
 
     def boundary_types(self, kinds: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
         """Pass 3 with the types that the user decides.
@@ -239,8 +245,8 @@ def _changed(plan: BoundaryPlan, fields: Fields, lies: ByAxis, streams: Streams)
 
 
 def _contract(contract: Contract, changes: Fields, axes: Sequence[str]) -> Contract:
-    """A contract with other layouts on axes of more than one rank. Where only the tensor's is given, the gradient's is
-    the usual one on that axis."""
+    """A contract with other layouts on axes of more than one rank. Where only the tensor's is given, and another than
+    the planner's, the gradient's is the usual one on that axis."""
     changes = {path: value for path, value in changes.items() if value != AUTO}
     sizes = {path[0]: value for path, value in changes.items() if len(path) == 1}
     layouts: dict[str, dict[str, Placement]] = {}
@@ -250,9 +256,10 @@ def _contract(contract: Contract, changes: Fields, axes: Sequence[str]) -> Contr
     gradients = (("after", "gradient", contract.gradient), ("before", "gradient_before", contract.gradient_before))
     made: dict[str, ByAxis] = {}
     for side, gradient, old in gradients:
-        given = layouts.get(side, {})
-        made[side] = {**getattr(contract, side), **given}
-        usual = {axis: Replicate() if isinstance(each, Partial) else each for axis, each in given.items()}
+        known, given = getattr(contract, side), layouts.get(side, {})
+        made[side] = {**known, **given}
+        other = {axis: each for axis, each in given.items() if each != known.get(axis, Replicate())}
+        usual = {axis: Replicate() if isinstance(each, Partial) else each for axis, each in other.items()}
         if old is not None or layouts.get(gradient):
             made[gradient] = {
                 **(contract.source_gradient if old is None else old),

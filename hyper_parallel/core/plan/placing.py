@@ -26,8 +26,9 @@ from hyper_parallel.core.plan.role_rules import ROLES
 DATA_PARALLEL = ("replicate", "shard")
 """Axes whose placements are never set by hand: fully sharded data parallelism decides them."""
 
-_STREAM = ("norm", "projection")
-"""Families that work on the stream, whose sequence is cut over `tensor` with sequence parallelism."""
+BY_TOKEN = ("norm", "projection")
+"""Families that work on each token for itself, on the stream, whose sequence is cut over `tensor` with sequence
+parallelism."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _pending(assignment: Assignment, placed: Placed, around: Surroundings) -> tu
 def settled(placed: Placed, assignment: Assignment, cut: bool) -> Placed:
     """The same in a boundary where `tensor` cuts something, or nothing: there every rank computes all of every
     gradient, unless it sees other tokens."""
-    if cut or ROLES[assignment.role].boundary in _STREAM:
+    if cut or ROLES[assignment.role].boundary in BY_TOKEN:
         return placed
     return replace(placed, pending=tuple(axis for axis in placed.pending if axis != "tensor"))
 
@@ -239,7 +240,7 @@ def _computes_part(assignment: Assignment, around: Surroundings) -> bool:
     if kind.boundary == "wide_norm":
         return has_few_heads(assignment, around.mesh)
     after_reduction = kind.tensor == "input" and kind.boundary != "experts"
-    if kind.boundary in _STREAM or after_reduction:
+    if kind.boundary in BY_TOKEN or after_reduction:
         return around.sequence_parallel
     return kind.pending or kind.tensor != "whole"
 

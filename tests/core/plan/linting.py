@@ -39,3 +39,11 @@ def pasted(overrides: Asked | None, violations: Sequence[Violation]) -> dict[str
         if entries or added:
             merged[section] = [*entries, *added]
     return merged
+
+
+def mended(model: ModelDescription | str, sizes: Mapping[str, int], overrides: Asked | None = None) -> list[Violation]:
+    """The violations, after checking that their lines leave none."""
+    found = wrong(model, sizes, overrides)
+    assert found and all(each.line for each in found)
+    assert wrong(model, sizes, pasted(overrides, found)) == []
+    return found
