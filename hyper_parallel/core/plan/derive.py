@@ -19,13 +19,8 @@ from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_s
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint import lint, report
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
-<<<<<<< hyper_parallel/core/plan/derive.py
-from hyper_parallel.core.plan.overrides import Overrides
-from hyper_parallel.core.plan.placing import BY_TOKEN, DATA_PARALLEL, Surroundings, place, settled
-=======
 from hyper_parallel.core.plan.overrides import Overrides, with_regions
-from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, place, settled
->>>>>>> /tmp/scratch/lead/theirs
+from hyper_parallel.core.plan.placing import BY_TOKEN, DATA_PARALLEL, Surroundings, place, settled
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.plan.roles import all_names, assign_roles
 from hyper_parallel.core.plan.templates import Member, Streams, boundaries, scopes
@@ -46,11 +41,8 @@ class Draft:
     kinds: Mapping[str, str]
     members: Mapping[str, Member]
     boundaries: tuple[BoundaryPlan, ...]
-<<<<<<< hyper_parallel/core/plan/derive.py
-    usual: Mapping[str, BoundaryPlan]
-=======
     blocks: Blocks
->>>>>>> /tmp/scratch/lead/theirs
+    usual: Mapping[str, BoundaryPlan]
     misfits: tuple[str, ...] = ()
 
     @property
@@ -109,17 +101,16 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
             placed, assignment = members[name].placed, roles.assignments[name]
             members[name] = replace(members[name], placed=settled(placed, assignment, scope_of[each.module].cut))
     places = whole_places(model, roles, {module: kinds.get(module, "moe") for module in scope_of})
-<<<<<<< hyper_parallel/core/plan/derive.py
-    settle_whole(members, places, scope_of, streams)
-    usual = with_whole(
-        boundaries(groups, kinds, members, streams), places.values(), streams, first_parameters(described)
-    )
-    plans, misfits = overrides.boundaries(usual, kinds, streams, tuple(described))
+    settle_whole(members, places, scope_of, blocks)
+    order = first_parameters(described)
+    usual = with_whole(boundaries(groups, kinds, members, streams_at), places.values(), blocks, order)
+    usual = blocks.with_edges(with_regions(usual, overrides.regions, blocks, order))
+    plans, misfits = overrides.boundaries(usual, kinds, blocks)
     acts_in = {name: each.module for each in groups for name in each.parameters}
     acts_in |= {name: place.module or place.inside for name, place in places.items()}
     _settle_by_token(members, acts_in, plans, kinds, mesh)
-    by_module = {plan.module: plan for plan in usual}
-    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), by_module, tuple(misfits))
+    by_module = {plan.module: plan for plan in usual if plan.kind != "region"}
+    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), blocks, by_module, tuple(misfits))
 
 
 def _settle_by_token(
@@ -141,14 +132,6 @@ def _settle_by_token(
     for name, module in acts_in.items():
         if module in pending:
             members[name] = replace(members[name], placed=replace(members[name].placed, pending=pending[module]))
-=======
-    settle_whole(members, places, scope_of, blocks)
-    order = first_parameters(described)
-    plans = with_whole(boundaries(groups, kinds, members, streams_at), places.values(), blocks, order)
-    plans = blocks.with_edges(with_regions(plans, overrides.regions, blocks, order))
-    plans, misfits = overrides.boundaries(plans, kinds, blocks)
-    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), blocks, tuple(misfits))
->>>>>>> /tmp/scratch/lead/theirs
 
 
 def hidden_size(parameters: Iterable[ParameterDescription], roles: RoleResult) -> int:

@@ -30,11 +30,8 @@ def lint_boundaries(draft: Draft) -> Iterator[Finding]:
     yield from _misfits(draft)
     yield from _coverage(draft)
     yield from _legal(draft)
-<<<<<<< hyper_parallel/core/plan/lint_boundaries.py
     yield from lint_contracts(draft)
-=======
     yield from _lists(draft)
->>>>>>> /tmp/scratch/lead/theirs
     yield from _Chain(draft).findings()
 
 
@@ -78,10 +75,7 @@ def _legal(draft: Draft) -> Iterator[Finding]:
                     ends = ", ".join(f"{end}: auto" for end in SIDES)
                     fix = f"{{{side}: {{{contract.name}: {{{ends}}}}}}}"
                     message = f"{side[:-1]} {contract.name}: {known[key]}"
-<<<<<<< hyper_parallel/core/plan/lint_boundaries.py
                     yield Finding("layout", plan.module, message, plan.module, fix, section(draft, plan.module))
-=======
-                    yield Finding("layout", plan.module, message, plan.module, fix, _section(draft, plan.module))
 
 
 def _lists(draft: Draft) -> Iterator[Finding]:
@@ -93,11 +87,6 @@ def _lists(draft: Draft) -> Iterator[Finding]:
             "cut; write `sequence_parallel: false` at the top of the override file"
         )
         yield Finding("chain", lists[1], message)
-
-
-def _section(draft: Draft, module: str) -> str:
-    return "regions" if module in draft.overrides.regions else "boundaries"
->>>>>>> /tmp/scratch/lead/theirs
 
 
 class _Chain:
@@ -144,7 +133,6 @@ class _Chain:
             elif not any(found == self.lies(each.before) for each in self._neighbours(plan, "inputs")):
                 yield self._broken(plan, contract, "outputs", "after", "hands on", "takes them so", usual)
 
-<<<<<<< hyper_parallel/core/plan/lint_boundaries.py
     def _sums(self, plan: BoundaryPlan) -> Iterator[Finding]:
         """Nothing between modules adds up a pending sum."""
         for side, (end, _) in OUTER.items():
@@ -155,13 +143,12 @@ class _Chain:
                         f"has {contract.name} as ({', '.join(self.lies(layout))}), and nothing adds up a pending sum"
                     )
                     yield self._finding(plan, message, side, contract.name, end)
-=======
+
     def _streams(self, plan: BoundaryPlan, side: str) -> Streams:
         """The layouts on one side of a boundary; outside of the blocks for their edges."""
         blocks = self.draft.blocks
         is_edge = plan.module == (blocks.first if side == "inputs" else blocks.last)
         return blocks.streams_at("" if is_edge else plan.module)
->>>>>>> /tmp/scratch/lead/theirs
 
     def _neighbours(self, plan: BoundaryPlan, side: str) -> Iterator[Contract]:
         """Hidden states of the outer boundaries in the same block, and across its edge: on the other `side`. Those
