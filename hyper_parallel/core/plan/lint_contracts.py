@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Iterator
 
 from hyper_parallel.core.placement import Partial, Replicate
+from hyper_parallel.core.plan.blocks import EDGES
 from hyper_parallel.core.plan.contracts import FEATURES, BoundaryPlan, ByAxis, Contract, active, gradient_of
 from hyper_parallel.core.plan.override_file import AUTO
 from hyper_parallel.core.plan.placing import BY_TOKEN
@@ -38,13 +39,16 @@ _Right = dict[str, tuple[ByAxis, str]]
 def lint_contracts(draft: Draft) -> Iterator[Finding]:
     """Every rule on the inside of boundaries."""
     yield from _taken_away(draft)
+    holding = {plan.module for plan in draft.boundaries if plan.kind not in EDGES}
     for plan in draft.boundaries:
         template = None if is_trusted(draft, plan.module) else draft.usual.get(plan.module)
         if plan is template:
             continue
+        is_inside = any(each in holding for each in above(plan.module))
         for side in INNER:
             for contract in getattr(plan, side):
-                yield from _ends(draft, plan, template, side, contract)
+                linked = is_inside and side == "inputs" and contract.name == "hidden"  # the chain compares its gradient
+                yield from _ends(draft, plan, template, side, contract, linked)
 
 
 def is_trusted(draft: Draft, module: str) -> bool:
@@ -64,16 +68,20 @@ def section(draft: Draft, module: str) -> str:
 
 
 def _taken_away(draft: Draft) -> Iterator[Finding]:
-    """A boundary inside of another is not missed by what is around it, but what it does is."""
-    here = {plan.module for plan in draft.boundaries}
+    """A boundary inside of another, or at an edge of the blocks, is not missed by what is around it, but what it does
+    is."""
+    here = {plan.module for plan in draft.boundaries if plan.kind not in EDGES}
     for module, usual in draft.usual.items():
-        around = None if module in here else next((each for each in above(module) if each in here), None)
-        if around is None or is_trusted(draft, around):
+        if draft.overrides.modules.get(module, {}).get(("type",)) != "none":
+            continue
+        around = next((each for each in above(module) if each in here), None)
+        if (around is None and usual.kind not in EDGES) or (around is not None and is_trusted(draft, around)):
             continue
         changes = [each for each in (*usual.inputs, *usual.outputs) if not each.is_trivial]
         if changes or usual.region == "opaque":
             done = _change(draft, changes[0]) if changes else usual.note
-            message = f"is none, and so nothing is done there inside of {around}; needed is: {done}"
+            inside = "" if around is None else f" inside of {around}"
+            message = f"is none, and so nothing is done there{inside}; needed is: {done}"
             yield Finding("contract", module, message, module, "{type: auto}", "boundaries")
 
 
@@ -86,11 +94,13 @@ def _change(draft: Draft, contract: Contract) -> str:
 
 
 def _ends(
-    draft: Draft, plan: BoundaryPlan, template: BoundaryPlan | None, side: str, contract: Contract
+    draft: Draft, plan: BoundaryPlan, template: BoundaryPlan | None, side: str, contract: Contract, linked: bool
 ) -> Iterator[Finding]:
-    """The ends of one contract that are given, and wrong."""
+    """The ends of one contract that are given, and wrong; but for the outer gradient, if it is `linked`."""
     fields = draft.overrides.modules.get(plan.module, {})
     for end, (right, why) in _right(draft, plan, template, side, contract).items():
+        if linked and end == OUTER[side][1]:
+            continue
         found, wanted = (lies(draft, each) for each in (_end(contract, end), right))
         given = any(path[:3] == (side, contract.name, end) and value != AUTO for path, value in fields.items())
         if given and found != wanted:
@@ -115,7 +125,7 @@ def _right(draft: Draft, plan: BoundaryPlan, template: BoundaryPlan | None, side
         right = {end: (_end(usual, end), why) for end in INNER[side]}
     if contract.name in _OF_THE_USER:
         right[outer_gradient] = _possible(draft, contract, outer, outer_gradient)
-    elif not (contract.name == "hidden" and side == "inputs" and _is_inside(draft, plan)):  # else the chain's
+    else:
         tensor, was = _end(contract, outer), _end(usual, outer)
         same = {axis: each for axis, each in _end(usual, outer_gradient).items() if tensor.get(axis) == was.get(axis)}
         right[outer_gradient] = ({**gradient_of(tensor, pending=False), **same}, _why(draft, tensor))
@@ -136,10 +146,6 @@ def _why(draft: Draft, tensor: ByAxis) -> str:
 def _end(contract: Contract, end: str) -> ByAxis:
     """One end of a contract by its key in an override file."""
     return contract.source_gradient if end == "gradient_before" else getattr(contract, end)
-
-
-def _is_inside(draft: Draft, plan: BoundaryPlan) -> bool:
-    return any(each.module in set(above(plan.module)) for each in draft.boundaries)
 
 
 def _hands_on_its_tokens(draft: Draft, plan: BoundaryPlan) -> bool:

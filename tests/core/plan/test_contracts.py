@@ -99,17 +99,17 @@ CONTRADICTIONS = {
     ),
     "a norm over parts of features": (
         "llama",
-        contract("model.norm", "inputs", "after", "shard(2)"),
+        contract(LAYER + "input_layernorm", "inputs", "after", "shard(2)"),
         "input hidden: after is given as (tensor: shard(2)); both ends of a norm have the same whole tokens and no "
         "pending sum, such as (tensor: shard(1))",
-        "model.norm: {inputs: {hidden: {after: auto}}}",
+        LAYER + "input_layernorm: {inputs: {hidden: {after: auto}}}",
     ),
     "a norm that hands on other tokens than it takes": (
         "llama",
-        contract("model.norm", "outputs", "before", "replicate"),
+        contract(LAYER + "input_layernorm", "outputs", "before", "replicate"),
         "output hidden: before is given as (tensor: replicate); both ends of a norm have the same whole tokens and no "
         "pending sum, such as (tensor: shard(1))",
-        "model.norm: {outputs: {hidden: {before: auto}}}",
+        LAYER + "input_layernorm: {outputs: {hidden: {before: auto}}}",
     ),
     "a gradient between modules": (
         "llama",
@@ -183,8 +183,9 @@ def test_a_norm_may_work_on_other_tokens_and_then_its_gradient_is_another(sequen
 
 def test_a_norm_may_work_on_all_of_a_context():
     mesh = DeviceMesh.from_sizes({"shard": 2, "context": 2, "tensor": 2})
-    plan = derive(stored("llama"), mesh, both_ends("model.norm", "replicate", "context"))
-    assert plan["model.norm.weight"].pending == ("shard", "tensor")
+    plan = derive(stored("llama"), mesh, both_ends(LAYER + "input_layernorm", "replicate", "context"))
+    assert plan["model.layers.0.input_layernorm.weight"].pending == ("shard", "tensor")
+    assert plan["model.layers.0.post_attention_layernorm.weight"].pending == ("shard", "context", "tensor")
 
 
 def test_what_stays_whole_may_work_on_each_token_for_itself():
@@ -267,6 +268,19 @@ def test_the_sum_before_a_residual_is_not_taken_away():
     (found,) = mended(residual_inside(), TWO, {"boundaries": {"**.dense": {"type": "none"}}})
     assert (found.rule, found.line) == ("contract", "transformer.h.0.self_attention.dense: {type: auto}")
     assert found.message.endswith("needed is: hidden from (tensor: partial) to (tensor: shard(1))")
+
+
+@pytest.mark.parametrize(
+    "block, needed",
+    [
+        ("model.layers.0", "hidden from (tensor: replicate) to (tensor: shard(1))"),
+        ("model.layers.1", "hidden from (tensor: shard(1)) to (tensor: replicate)"),
+    ],
+)
+def test_the_edges_of_the_blocks_are_not_taken_away(block, needed):
+    (found,) = mended("llama", TWO, {"boundaries": {block: {"type": "none"}}})
+    assert (found.rule, found.line) == ("contract", block + ": {type: auto}")
+    assert found.message == f"is none, and so nothing is done there; needed is: {needed}"
 
 
 def test_a_boundary_that_does_nothing_may_be_taken_away():
