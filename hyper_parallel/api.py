@@ -10,8 +10,9 @@ import numpy as np
 from hyper_parallel import backends
 from hyper_parallel.core.backend import Launch, Module, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError, PlanError
+from hyper_parallel.core.execution.apply import apply_plan
+from hyper_parallel.core.execution.apply import restore as restore_model
 from hyper_parallel.core.fsdp import build, clip
-from hyper_parallel.core.fsdp.apply import apply_plan
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
@@ -148,7 +149,7 @@ def fully_shard(
 
 def restore(model: Module) -> Module:
     """Undo `parallelize` and `fully_shard` below `model`: whole parameters, no hooks. Called by every rank."""
-    build.restore(backends.of_model(model), model)
+    restore_model(backends.of_model(model), model)
     return model
 
 

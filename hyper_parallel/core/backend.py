@@ -395,6 +395,15 @@ class Modules(Protocol):
     def after_forward(self, module: Module, hook: Callable[[Any], None]) -> HookHandle:
         """Call `hook(output)` after each forward of `module`."""
 
+    def around_forward(
+        self,
+        module: Module,
+        enter: Callable[[tuple, dict], tuple[tuple, dict]],
+        leave: Callable[[Any], Any],
+    ) -> HookHandle:
+        """Run each forward of `module` on the arguments that `enter(args, kwargs)` returns, before the user's own
+        hooks, and hand on what `leave(output)` returns. Both are recorded by autograd as the forward is."""
+
 
 class Training(Protocol):
     """What a training loop needs from the framework: its own optimizer and a loss."""

@@ -11,6 +11,7 @@ from mindspore import mint, nn
 from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
+from hyper_parallel.core.hooks import Handles
 from hyper_parallel.core.loading import check_values
 
 # MindSpore keeps the running statistics of its normalisations as parameters that no gradient reaches and the forward
@@ -158,3 +159,21 @@ def after_forward(module: Module, hook: Callable[[Any], None]) -> HookHandle:
 
 def _after(hook: Callable[[Any], None], module: Module, args: tuple, output: Any) -> None:
     hook(output)
+
+
+def around_forward(
+    module: Module, enter: Callable[[tuple, dict], tuple[tuple, dict]], leave: Callable[[Any], Any]
+) -> HookHandle:
+    """See `core.backend.Modules`."""
+    return Handles(
+        module.register_forward_pre_hook(partial(_enter, enter), with_kwargs=True, prepend=True),
+        module.register_forward_hook(partial(_leave, leave)),
+    )
+
+
+def _enter(hook: Callable[[tuple, dict], tuple], module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return hook(args, kwargs)
+
+
+def _leave(hook: Callable[[Any], Any], module: Module, args: tuple, output: Any) -> Any:
+    return hook(output)

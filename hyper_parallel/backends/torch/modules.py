@@ -10,6 +10,7 @@ import torch
 
 from hyper_parallel.backends.torch.tensors import to_device
 from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
+from hyper_parallel.core.hooks import Handles
 from hyper_parallel.core.loading import check_values
 
 
@@ -105,3 +106,21 @@ def after_forward(module: Module, hook: Callable[[Any], None]) -> HookHandle:
 
 def _after(hook: Callable[[Any], None], module: Module, args: tuple, output: Any) -> None:
     hook(output)
+
+
+def around_forward(
+    module: Module, enter: Callable[[tuple, dict], tuple[tuple, dict]], leave: Callable[[Any], Any]
+) -> HookHandle:
+    """See `core.backend.Modules`."""
+    return Handles(
+        module.register_forward_pre_hook(partial(_enter, enter), with_kwargs=True, prepend=True),
+        module.register_forward_hook(partial(_leave, leave)),
+    )
+
+
+def _enter(hook: Callable[[tuple, dict], tuple], module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return hook(args, kwargs)
+
+
+def _leave(hook: Callable[[Any], Any], module: Module, args: tuple, output: Any) -> Any:
+    return hook(output)

@@ -6,15 +6,16 @@ from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 
-from hyper_parallel.core.backend import Backend, Module, Parameter, ParameterUse
+from hyper_parallel.core.backend import Backend, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.errors import ConfigError, LayoutError
-from hyper_parallel.core.fsdp.parameter import ShardedParameter
+from hyper_parallel.core.fsdp.parameter import Holding, ShardedParameter
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.fsdp.unit import Unit, unit_of, units_of
 from hyper_parallel.core.identity import IdentityMap
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Shard
+from hyper_parallel.core.replay import redistribution
 
 _layouts = IdentityMap()  # a parameter at rest -> its layout
 _replaced = IdentityMap()  # a parameter object that a shard has replaced -> True
@@ -39,35 +40,47 @@ def fully_shard(
     if unit_of(module) is not None:
         raise ConfigError(f"fully_shard: this {type(module).__name__} is a unit already; wrap every module once")
     chosen = _uses_to_shard(backend, module, ignored_params)
-    return make_unit(backend, "", module, chosen, _asked_placement(shard_placement_fn), mesh, reshard_after_forward)
+    check_parameters(backend, module, chosen)
+    placement_of = _asked_placement(shard_placement_fn)
+    held = []
+    for uses in chosen:
+        spec = spec_of(backend, uses[0], placement_of(uses[0]), mesh)
+        held.append(Holding(uses, spec, spec.layout, [vars(use.owner) for use in uses]))
+    return make_unit(backend, "", module, held, mesh, reshard_after_forward)
 
 
 def make_unit(
     backend: Backend,
     name: str,
     module: Module,
-    chosen: Sequence[Sequence[ParameterUse]],
-    placement_of: PlacementOf,
+    held: Sequence[Holding],
     mesh: DeviceMesh,
     reshard_after_forward: bool | None,
 ) -> Unit:
-    """Shard the parameters `chosen` (every use of each) and hook `module`; refuses before it changes anything."""
-    rank = backend.collectives.rank()
-    check_parameters(backend, module, chosen)
-    specs = [_spec(backend, uses[0], placement_of(uses[0]), mesh, rank) for uses in chosen]
+    """Shard parameters and hook `module`."""
     shard_group = backend.collectives.groups(mesh.groups(("shard",)))
     replica_group = backend.collectives.groups(mesh.groups(("replicate",)))
     parameters = []
     backend.modules.place_buffers(module)
     with backend.autograd.no_grad():
-        for spec, uses in zip(specs, chosen):
-            old = uses[0].parameter
-            sharded = ShardedParameter(backend, spec, uses)
+        for each in held:
+            old = each.uses[0].parameter
+            sharded = ShardedParameter(backend, each)
             if sharded.parameter is not old:
                 _replaced.set(old, True)
             _layouts.set(sharded.parameter, sharded.layout)
             parameters.append(sharded)
     return Unit(backend, name, module, parameters, shard_group, replica_group, reshard_after_forward)
+
+
+def cut(backend: Backend, uses: Sequence[ParameterUse], layout: Layout) -> list[ParameterUse]:
+    """Leave this rank with its part of a whole parameter, without any communication; the uses as they are then."""
+    old = uses[0].parameter
+    part = redistribution(backend, layout.with_placements({}), layout).run(old)
+    parameter = backend.modules.replace_parameter(uses, part)
+    if parameter is not old:
+        _replaced.set(old, True)
+    return [use._replace(parameter=parameter) for use in uses]
 
 
 def restore(backend: Backend, model: Module) -> None:
@@ -76,35 +89,33 @@ def restore(backend: Backend, model: Module) -> None:
         unit.detach()
         for sharded in unit.parameters:
             _layouts.pop(sharded.parameter)
-            if not sharded.spec.is_whole:
-                whole = backend.tensors.from_numpy(gather_to_numpy(backend, unit, sharded), sharded.spec.dtype)
-                backend.modules.replace_parameter(sharded.uses, whole)
+            if _is_split(sharded.layout):
+                backend.modules.replace_parameter(sharded.uses, _whole(backend, sharded))
 
 
 def full_parameters(backend: Backend, model: Module) -> dict[str, np.ndarray]:
     """Every parameter whole, on every rank, by its first name. Called by every rank; one parameter at a time."""
-    held = {id(each.parameter): (unit, each) for unit in units_of(backend, model) for each in unit.parameters}
+    held = {id(each.parameter): each for unit in units_of(backend, model) for each in unit.parameters}
     values: dict[str, np.ndarray] = {}
     done: set[int] = set()
     for use in backend.modules.parameter_uses(model):
         if id(use.parameter) in done:
             continue
         done.add(id(use.parameter))
-        if id(use.parameter) in held:
-            values[use.name] = gather_to_numpy(backend, *held[id(use.parameter)])
-        else:
-            values[use.name] = backend.tensors.to_numpy(use.parameter)
+        sharded = held.get(id(use.parameter))
+        split = sharded is not None and _is_split(sharded.layout)
+        values[use.name] = backend.tensors.to_numpy(_whole(backend, sharded) if split else use.parameter)
     return values
 
 
-def gather_to_numpy(backend: Backend, unit: Unit, sharded: ShardedParameter) -> np.ndarray:
-    """One whole parameter on the host, as the shards have it now; the unit stays gathered or not as it was."""
-    with backend.autograd.no_grad():
-        sharded.issue_gather(unit.shard_group).wait()
-        value = backend.tensors.to_numpy(sharded.full())
-        if not unit.is_gathered():
-            sharded.free()
-    return value
+def _is_split(layout: Layout) -> bool:
+    return layout.placements != layout.with_placements({}).placements
+
+
+def _whole(backend: Backend, sharded: ShardedParameter) -> Tensor:
+    """One whole parameter, as the shards have it now."""
+    layout = sharded.layout
+    return redistribution(backend, layout, layout.with_placements({})).run(sharded.parameter)
 
 
 def layout_of(parameter: Parameter) -> Layout | None:
@@ -119,8 +130,7 @@ def usable_mesh(backend: Backend, mesh: Any) -> DeviceMesh:
         ConfigError: the ranks are not joined, or the mesh has an axis that is of no use here.
         LayoutError: the mesh does not hold all ranks, or not in ascending order along an axis.
     """
-    if not backend.collectives.is_initialized():
-        raise ConfigError("fully_shard needs the ranks to be joined; call hyper_parallel.initialize() first")
+    _check_joined(backend)
     world = backend.collectives.world_size()
     if mesh is None:
         return DeviceMesh((world,), ("shard",))
@@ -132,6 +142,14 @@ def usable_mesh(backend: Backend, mesh: Any) -> DeviceMesh:
     extra = [axis for axis, size in zip(mesh.names, mesh.shape) if axis not in ("replicate", "shard") and size > 1]
     if extra:
         raise ConfigError(f"fully_shard uses the mesh axes 'replicate' and 'shard'; this mesh {mesh} has {extra[0]!r}")
+    check_ranks(backend, mesh)
+    return mesh
+
+
+def check_ranks(backend: Backend, mesh: DeviceMesh) -> None:
+    """Raise unless `mesh` holds every rank, in ascending order along each axis. Errors as those of `usable_mesh`."""
+    _check_joined(backend)
+    world = backend.collectives.world_size()
     if sorted(mesh.ranks) != list(range(world)):
         raise LayoutError(
             f"the mesh {mesh} has {mesh.size} ranks, {min(mesh.ranks)} to {max(mesh.ranks)}, but {world} have joined; "
@@ -144,7 +162,11 @@ def usable_mesh(backend: Backend, mesh: Any) -> DeviceMesh:
                     f"the mesh {mesh} has the ranks {list(group)} along {axis!r}; "
                     "collectives need them in ascending order"
                 )
-    return mesh
+
+
+def _check_joined(backend: Backend) -> None:
+    if not backend.collectives.is_initialized():
+        raise ConfigError("to shard, the ranks have to be joined; call hyper_parallel.initialize() first")
 
 
 def check_parameters(backend: Backend, module: Module, chosen: Sequence[Sequence[ParameterUse]]) -> None:
@@ -229,7 +251,12 @@ def _asked_placement(shard_placement_fn: Callable[[Parameter], Shard | None] | N
     return placement_of
 
 
-def _spec(backend: Backend, use: ParameterUse, placement: Placement | None, mesh: DeviceMesh, rank: int) -> ShardSpec:
+def spec_of(backend: Backend, use: ParameterUse, placement: Placement | None, mesh: DeviceMesh) -> ShardSpec:
+    """The split over `shard` of a parameter as it is now; whole where `placement` is None.
+
+    Raises:
+        LayoutError: the parameter has no such dim.
+    """
     shape = tuple(int(size) for size in use.parameter.shape)
     try:
         on_shard = Layout(DeviceMesh((1,), ("shard",)), {} if placement is None else {"shard": placement}, shape)
@@ -237,4 +264,4 @@ def _spec(backend: Backend, use: ParameterUse, placement: Placement | None, mesh
         raise LayoutError(f"fully_shard: {use.name}: {error}") from error
     split = placement is not None and "shard" in mesh.names
     layout = Layout(mesh, {"shard": on_shard.placement("shard")} if split else {}, shape)
-    return ShardSpec(use.name, layout, rank, backend.tensors.dtype_name(use.parameter))
+    return ShardSpec(use.name, layout, backend.collectives.rank(), backend.tensors.dtype_name(use.parameter))

@@ -10,6 +10,8 @@ import numpy as np
 from hyper_parallel.core.backend import Backend, Group, Module, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.unit import units_of
+from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.placement import Replicate
 
 
 def clip_grad_norm_(
@@ -28,10 +30,10 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ConfigError(f"clip_grad_norm_: max_norm is {max_norm}; it must be zero or more")
     split_over = {
-        id(each.parameter): unit.shard_group
+        id(each.parameter): backend.collectives.groups(each.layout.mesh.groups(_cut_axes(each.layout)))
         for unit in units_of(backend, model)
         for each in unit.parameters
-        if not each.spec.is_whole
+        if _cut_axes(each.layout)
     }
     by_group: dict[tuple[int, ...], tuple[Group, list[Tensor]]] = {}
     whole: list[Tensor] = []
@@ -51,6 +53,16 @@ def clip_grad_norm_(
             if gradient is not None:
                 backend.tensors.scale_(gradient, factor)
     return norm
+
+
+def _cut_axes(layout: Layout) -> tuple[str, ...]:
+    """The mesh axes whose ranks hold different elements."""
+    mesh = layout.mesh
+    return tuple(
+        axis
+        for axis, size, placement in zip(mesh.names, mesh.shape, layout.placements)
+        if size > 1 and placement != Replicate()
+    )
 
 
 def _sum(backend: Backend, value: float, group: Group) -> float:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.layout import Layout
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a unit holds one parameter, with every use of it.
+
+    `spec` is its split over `shard`, of the part that modules see; `layout` how the shard lies in the whole parameter.
+    `places` are the dictionaries, one a use, in which the full tensor is shown under the use's attribute. The gradient
+    of the part is a sum over the mesh axes `pending`, besides the mean over `shard` and `replicate`.
+    """
+
+    uses: Sequence[ParameterUse]
+    spec: ShardSpec
+    layout: Layout
+    places: Sequence[dict[str, Any]]
+    pending: tuple[str, ...] = ()
 
 
 class ShardedParameter:
@@ -18,9 +35,12 @@ class ShardedParameter:
     has no buffer: its full tensor is itself.
     """
 
-    def __init__(self, backend: Backend, spec: ShardSpec, uses: Sequence[ParameterUse]):
-        self.spec = spec
-        self.uses = list(uses)
+    def __init__(self, backend: Backend, held: Holding):
+        self.spec = spec = held.spec
+        self.uses = uses = list(held.uses)
+        self.layout = held.layout
+        self.places = list(held.places)
+        self.sum_group: Group = backend.collectives.groups(spec.layout.mesh.groups(("replicate", *held.pending)))
         self._tensors = backend.tensors
         self._collectives = backend.collectives
         self.parameter = uses[0].parameter
@@ -34,11 +54,6 @@ class ShardedParameter:
         if not spec.is_whole:
             self._buffer = self._tensors.empty((spec.gathered_numel if self._direct else spec.numel,), spec.dtype)
             self.free()
-
-    @property
-    def layout(self) -> Layout:
-        """Where the shard stands in the full parameter."""
-        return self.spec.layout
 
     def full(self) -> Tensor:
         """The full parameter as a fresh tensor without history. Read it only while it is gathered."""
@@ -78,7 +93,7 @@ class ShardedParameter:
         return self._tensors.concatenate(padded, 0)
 
     def _cut(self, full: Tensor) -> Tensor:
-        part, dim = self.layout.slices(self.spec.rank)[self.spec.dim], self.spec.dim
+        part, dim = self.spec.layout.slices(self.spec.rank)[self.spec.dim], self.spec.dim
         lengths = [part.start, part.stop - part.start, self.spec.shape[dim] - part.stop]
         return self._tensors.chunk_rows(full, dim, lengths)[1]
 

@@ -79,19 +79,19 @@ class BackendRuntime:
         reduction.wait()
         reduction.gradients = []
         count = reduction.unit.shard_group.size * reduction.unit.replica_group.size
-        for output in reduction.outputs:
+        for output in reduction.outputs if count > 1 else ():
             self._backend.tensors.scale_(output, 1.0 / count)
 
     def issue_all_reduce(self, reduction: UnitReduction) -> None:
-        """One all-reduce a parameter over the replicas, where there are any."""
-        group = reduction.unit.replica_group
-        if group.size > 1:
-            with self._backend.autograd.no_grad():
-                for output in reduction.outputs:
-                    reduction.works.append(self._backend.collectives.all_reduce(output, group, async_op=True))
+        """One all-reduce a parameter over its replicas, and over the ranks that have computed parts of its gradient."""
+        with self._backend.autograd.no_grad():
+            for parameter, output in zip(reduction.parameters, reduction.outputs):
+                if parameter.sum_group.size > 1:
+                    work = self._backend.collectives.all_reduce(output, parameter.sum_group, async_op=True)
+                    reduction.works.append(work)
 
     def wait_all_reduce(self, reduction: UnitReduction) -> None:
-        """Wait for the replicas."""
+        """Wait for the sums."""
         reduction.wait()
 
     def settle(self, reduction: UnitReduction) -> None:

@@ -12,7 +12,7 @@ from hyper_parallel.core.fsdp.runtime import BackendRuntime, UnitReduction
 from hyper_parallel.core.fsdp.schedule import Schedule
 
 _ATTRIBUTE = "_hyper_parallel_unit"
-_NO_COPY = (
+NO_COPY = (
     "a sharded model can't be copied or pickled, this process holds only a part of it; "
     "copy before sharding, restore first, or keep hyper_parallel.full_parameters(model)"
 )
@@ -41,7 +41,7 @@ class Unit:
         self.parameters = list(parameters)
         self.shard_group = shard_group
         self.replica_group = replica_group
-        self.needs_reduction = shard_group.size > 1 or replica_group.size > 1
+        self.needs_reduction = shard_group.size > 1 or any(each.sum_group.size > 1 for each in self.parameters)
         self.reshard_after_forward = reshard_after_forward is not False
         self._asked_to_reshard = reshard_after_forward
         self._schedule: Schedule | None = None
@@ -75,10 +75,10 @@ class Unit:
         vars(self.module).pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict) -> Unit:
-        raise ConfigError(_NO_COPY)
+        raise ConfigError(NO_COPY)
 
     def __reduce__(self) -> tuple:
-        raise ConfigError(_NO_COPY)
+        raise ConfigError(NO_COPY)
 
     def reset(self) -> None:
         """Forget calls that never came to an end because of an exception."""
@@ -125,20 +125,20 @@ class Unit:
         seen = dict(zip(map(id, parameters), tensors))
         for each in self.parameters:
             tensor = seen[id(each)] if id(each) in seen else each.full()
-            for use in each.uses:
+            for use, place in zip(each.uses, each.places):
                 if self.backend.modules.registered(use.owner, use.attribute) is not each.parameter:
                     raise ConfigError(
                         f"the parameter {use.name} was replaced after it had been sharded; "
                         "copy values into it instead, or restore the model first"
                     )
                 # Python looks an attribute up here before it asks the module for its registered parameter.
-                vars(use.owner)[use.attribute] = tensor
+                place[use.attribute] = tensor
 
     def hide(self) -> None:
         """Let modules see the shards again."""
         for parameter in self.parameters:
-            for use in parameter.uses:
-                vars(use.owner).pop(use.attribute, None)
+            for use, place in zip(parameter.uses, parameter.places):
+                place.pop(use.attribute, None)
 
     def _recorded(self) -> tuple[list[ShardedParameter], list[Tensor]]:
         """What is trainable now, with a history.

@@ -1,0 +1,133 @@
+"""Apply a sharding plan to the model that it was made for: exactly what it says, or not at all."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.backend import Backend, HookHandle, Module
+from hyper_parallel.core.errors import ConfigError, HyperParallelError
+from hyper_parallel.core.execution import checks
+from hyper_parallel.core.execution.adaptations import Adaptations
+from hyper_parallel.core.execution.biases import find_biases
+from hyper_parallel.core.execution.boundary import Boundary
+from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
+from hyper_parallel.core.execution.facts import MODEL_AXES, Facts
+from hyper_parallel.core.execution.heads import find_heads
+from hyper_parallel.core.execution.vocabulary import find_embeddings
+from hyper_parallel.core.fsdp import build
+from hyper_parallel.core.fsdp.parameter import Holding
+from hyper_parallel.core.fsdp.unit import NO_COPY
+from hyper_parallel.core.placement import Shard
+from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
+
+_ATTRIBUTE = "_hyper_parallel_execution"
+
+
+class Execution:
+    """A plan that is being carried out; lives on the model from `parallelize` to `restore`."""
+
+    def __init__(self, backend: Backend, plan: ShardingPlan, adaptations: Adaptations, hooks: list[HookHandle]):
+        self.backend = backend
+        self.plan = plan
+        self._adaptations = adaptations
+        self._hooks = hooks
+
+    def undo(self) -> None:
+        """Take the hooks away and let modules find what they found before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._adaptations.undo()
+
+    def __deepcopy__(self, memo: dict) -> Execution:
+        raise ConfigError(NO_COPY)
+
+    def __reduce__(self) -> tuple:
+        raise ConfigError(NO_COPY)
+
+
+def execution_of(model: Module) -> Execution | None:
+    """What `parallelize` has put on a model."""
+    return vars(model).get(_ATTRIBUTE)
+
+
+def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
+    """Cut the parameters, hook the boundaries, make the units that a plan names. Called by every rank.
+
+    Raises:
+        PlanError: the plan does not fit the model, lists every reason; or another rank has found something wrong.
+            Nothing is changed, on any rank.
+        ConfigError: the mesh has an axis that can be planned and not yet run, the ranks are not joined, a parameter has
+            no values; likewise.
+        LayoutError: the mesh does not hold all ranks; likewise.
+    """
+    error, facts, adaptations = None, None, Adaptations()
+    try:
+        checks.check_axes(plan.mesh)
+        build.check_ranks(backend, plan.mesh)
+        facts = Facts(backend, model, plan)
+        checks.refuse(list(checks.violations(facts)), plan)
+        build.check_parameters(backend, model, list(facts.uses.values()))
+        for find in (find_heads, find_embeddings, find_biases):
+            find(facts, adaptations)
+        checks.refuse(adaptations.problems, plan)
+    except HyperParallelError as found:
+        error = found
+    checks.agree(backend, plan, error)
+    _carry_out(facts, adaptations)
+
+
+def restore(backend: Backend, model: Module) -> None:
+    """Undo `apply_plan` and `fully_shard` below `model`. Called by every rank."""
+    execution = execution_of(model)
+    build.restore(backend, model)
+    if execution is not None:
+        execution.undo()
+        del vars(model)[_ATTRIBUTE]
+
+
+def _carry_out(facts: Facts, adaptations: Adaptations) -> None:
+    backend, plan = facts.backend, facts.plan
+    held = {each.name: _holding(facts, adaptations, each) for each in plan.parameters}
+    adaptations.apply()
+    hooks = [boundary.attach() for boundary in boundaries_of(facts, adaptations)]
+    for unit in plan.units:
+        members = [held[each.name] for each in plan.members(unit.name)]
+        module = facts.modules[unit.name]
+        build.make_unit(backend, unit.name, module, members, plan.mesh, unit.reshard_after_forward)
+    vars(facts.model)[_ATTRIBUTE] = Execution(backend, plan, adaptations, hooks)
+
+
+def _holding(facts: Facts, adaptations: Adaptations, parameter: ParameterPlan) -> Holding:
+    """A parameter cut along the model's axes, and how a unit is to hold the part: cut further over `shard`."""
+    backend, mesh, uses = facts.backend, facts.plan.mesh, facts.uses[parameter.name]
+    layout = facts.along_model(parameter)
+    if layout.placements != layout.with_placements({}).placements:
+        uses = build.cut(backend, uses, layout)
+    placement = parameter.placements.get("shard")
+    spec = build.spec_of(backend, uses[0], placement and Shard(placement.dim), mesh)
+    places = [adaptations.place(use.owner, use.attribute) for use in uses]
+    pending = tuple(axis for axis in parameter.pending if axis in MODEL_AXES)
+    return Holding(uses, spec, facts.plan.layout(parameter.name), places, pending)
+
+
+def boundaries_of(facts: Facts, adaptations: Adaptations) -> list[Boundary]:
+    """The changes around every module, in the order of the model; a module that stands in two places comes once."""
+    mesh = facts.plan.mesh
+    tokens = Tokens(facts.ranks, facts.place)
+    made: dict[int, Boundary] = {}
+    for name, module in facts.modules.items():
+        if id(module) in made:
+            continue
+        boundary = made[id(module)] = Boundary(facts.backend, name, module)
+        planned = facts.boundaries.get(name)
+        inputs, outputs = (planned.inputs, planned.outputs) if planned else ((), ())
+        boundary.arguments += adaptations.arguments.get(name, ())
+        for contract in inputs:
+            if changed_axes(contract, mesh):
+                where = f"the input {contract.name!r} of {name}"
+                boundary.inputs.append((contract.name, Crossing(facts.backend, contract, mesh, tokens, where)))
+        boundary.outputs += adaptations.results.get(name, ())
+        for contract in outputs:
+            if changed_axes(contract, mesh):
+                where = f"the output {contract.name!r} of {name}"
+                boundary.outputs.append(Crossing(facts.backend, contract, mesh, tokens, where))
+        boundary.outputs += adaptations.handed_on.get(name, ())
+    return list(made.values())

@@ -1,0 +1,269 @@
+"""All ranks of a mesh as threads of one process, for tests and for checks without a launcher.
+
+    world = InProcessWorld(backend, ranks=4)
+    results = world.run(body)  # calls body(backend_of_the_rank) in a thread for each rank
+
+A rank's backend differs from the given one in its collectives only. The framework has to allow a forward and a backward
+in several threads at once; PyTorch does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Callable, Sequence
+
+from hyper_parallel.core import collective_checks as checks
+from hyper_parallel.core.backend import Backend, Launch, Tensor, Tensors
+from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.job import Call, Job, RankGroup
+
+
+class InProcessWorld:
+    """The ranks, and where they meet. After an error it is of no more use: nobody knows who waits for whom."""
+
+    def __init__(self, backend: Backend, ranks: int, timeout_s: float = 120.0):
+        if ranks < 1:
+            raise ConfigError(f"a world of {ranks} ranks: write at least 1")
+        self.size = ranks
+        self._timeout_s = timeout_s
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self._letters: dict[tuple[int, int], queue.Queue] = defaultdict(queue.Queue)
+        self._lock = threading.Lock()
+        self._ended = False
+        self.backends = [
+            replace(backend, collectives=InProcessCollectives(self, backend.tensors, rank)) for rank in range(ranks)
+        ]
+
+    def run(self, body: Callable[[Backend], Any]) -> list[Any]:
+        """What `body` returns for the backend of each rank, in rank order; raises the first error that a rank met."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = body(self.backends[rank])
+            except BaseException as error:
+                errors.append(error)
+                self._end()
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def meeting(self, ranks: tuple[int, ...]) -> _Meeting:
+        """Where the ranks of a group meet."""
+        with self._lock:
+            if ranks not in self._meetings:
+                self._meetings[ranks] = _Meeting(len(ranks), self._timeout_s)
+                if self._ended:
+                    self._meetings[ranks].barrier.abort()
+            return self._meetings[ranks]
+
+    def post(self, source: int, destination: int, tensor: Tensor) -> None:
+        """Leave a tensor for another rank."""
+        self._letters[source, destination].put(tensor)
+
+    def fetch(self, source: int, destination: int) -> Tensor:
+        """The next tensor that another rank has left for this one."""
+        try:
+            return self._letters[source, destination].get(timeout=self._timeout_s)
+        except queue.Empty as error:
+            raise RuntimeError(f"rank {source} has sent nothing for {self._timeout_s} s") from error
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended = True
+            for meeting in self._meetings.values():
+                meeting.barrier.abort()
+
+
+class _Meeting:
+    """What the ranks of one group show each other."""
+
+    def __init__(self, size: int, timeout_s: float):
+        self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self._shown: list[Any] = [None] * size
+
+    def show(self, index: int, value: Any) -> list[Any]:
+        """Every rank's value; they stay as they are until all have called `leave`."""
+        self._shown[index] = value
+        self._wait()
+        return list(self._shown)
+
+    def leave(self) -> None:
+        """Say that this rank has read what it needs."""
+        self._wait()
+
+    def _wait(self) -> None:
+        try:
+            self.barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RuntimeError("another rank has failed, or did not come in time") from error
+
+
+class _Done:
+    """Work that is over when the call returns."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+_DONE = _Done()
+
+
+class InProcessCollectives:
+    """`core.backend.Collectives` of one rank of an `InProcessWorld`; every call is over when it returns."""
+
+    def __init__(self, world: InProcessWorld, tensors: Tensors, rank: int):
+        self._world = world
+        self._tensors = tensors
+        self._job = Job()
+        everyone = tuple(range(world.size))
+        launch = Launch(rank=rank, world_size=world.size, launcher="in process")
+        self._job.enter(launch, RankGroup(everyone, rank, world.meeting(everyone)), "the world")
+
+    def initialize(self, launch: Launch) -> None:
+        """Refused: the ranks of a world have joined when they are made."""
+        self._job.require_outside()
+
+    def shutdown(self) -> None:
+        """Nothing to leave: the world ends with its last reference."""
+
+    def is_initialized(self) -> bool:
+        """Always."""
+        return True
+
+    def rank(self) -> int:
+        """This rank."""
+        return self._job.rank
+
+    def world_size(self) -> int:
+        """Number of ranks of the world."""
+        return self._world.size
+
+    def world(self) -> RankGroup:
+        """The group of all ranks."""
+        return self._job.world
+
+    def groups(self, partition: Sequence[Sequence[int]]) -> RankGroup | None:
+        """See `core.backend.Collectives`."""
+        return self._job.groups(partition, lambda ranks, index: self._world.meeting(ranks))
+
+    def all_gather(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> _Done:
+        """See `core.backend.Collectives`."""
+        call = Call("all_gather", group)
+        checks.check_all_gather(call, output, input)
+        pieces = self._exchange(call, input)
+        return self._join(call, output, pieces)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> _Done:
+        """See `core.backend.Collectives`. Contributions are summed in rank order."""
+        call = Call("reduce_scatter", group)
+        checks.check_reduce_scatter(call, output, input)
+        alias, numel = self._tensors.alias, output.numel()
+        rows = [alias(whole, group.index * numel, (numel,)) for whole in self._exchange(call, input)]
+        return self._sum(call, output, rows)
+
+    def all_reduce(self, tensor: Tensor, group: RankGroup, async_op: bool = False) -> _Done:
+        """See `core.backend.Collectives`. Contributions are summed in rank order."""
+        call = Call("all_reduce", group)
+        checks.check_all_reduce(call, tensor)
+        return self._sum(call, tensor, self._exchange(call, tensor))
+
+    def broadcast(self, tensor: Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Done:
+        """See `core.backend.Collectives`."""
+        call = Call("broadcast", group)
+        checks.check_broadcast(call, tensor, source)
+        value = self._exchange(call, tensor)[group.ranks.index(source)]
+        if group.ranks[group.index] != source:
+            self._tensors.copy_(self._tensors.flat(tensor), value)
+        self._leave(call)
+        return _DONE
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: RankGroup,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> _Done:
+        """See `core.backend.Collectives`."""
+        call = Call("all_to_all", group)
+        checks.check_all_to_all(call, output, input, output_splits, input_splits)
+        splits = list(input_splits or [input.numel() // group.size] * group.size)
+        sent = self._exchange(call, (self._tensors.flat(input), splits))
+        pieces = []
+        for whole, counts in sent:
+            start = [0, *accumulate(counts)][group.index]
+            pieces.append(self._tensors.alias(whole, start, (counts[group.index],)))
+        return self._join(call, output, pieces)
+
+    def send(self, tensor: Tensor, destination: int, group: RankGroup, async_op: bool = False) -> _Done:
+        """See `core.backend.Collectives`."""
+        checks.check_peer(Call("send", group), tensor, "destination", destination)
+        letter = self._tensors.buffer(tensor, tensor.numel())
+        self._tensors.copy_(letter, self._tensors.flat(tensor))
+        self._world.post(self.rank(), destination, letter)
+        return _DONE
+
+    def receive(self, tensor: Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Done:
+        """See `core.backend.Collectives`."""
+        call = Call("receive", group)
+        checks.check_peer(call, tensor, "source", source)
+        with call:
+            self._tensors.copy_(self._tensors.flat(tensor), self._world.fetch(source, self.rank()))
+        return _DONE
+
+    def barrier(self, group: RankGroup | None = None) -> None:
+        """See `core.backend.Collectives`."""
+        self.gather_objects(None, group)
+
+    def gather_objects(self, value: object, group: RankGroup | None = None) -> list[object]:
+        """See `core.backend.Collectives`. The values are the ranks' own, not copies."""
+        call = Call("gather_objects", group or self.world())
+        values = self._exchange(call, value)
+        self._leave(call)
+        return values
+
+    def _exchange(self, call: Call, value: Any) -> list[Any]:
+        """Every rank's value, tensors flat. To be followed by one `_leave`."""
+        if self._tensors.is_tensor(value):
+            value = self._tensors.flat(value)
+        if call.group.size == 1:
+            return [value]
+        with call:
+            return call.group.handle.show(call.group.index, value)
+
+    def _leave(self, call: Call) -> None:
+        if call.group.size > 1:
+            with call:
+                call.group.handle.leave()
+
+    def _join(self, call: Call, output: Tensor, pieces: Sequence[Tensor]) -> _Done:
+        flat, start = self._tensors.flat(output), 0
+        for piece in pieces:
+            if piece.numel():
+                self._tensors.copy_(self._tensors.alias(flat, start, (piece.numel(),)), piece)
+            start += piece.numel()
+        self._leave(call)
+        return _DONE
+
+    def _sum(self, call: Call, output: Tensor, rows: Sequence[Tensor]) -> _Done:
+        if not output.numel():
+            self._leave(call)
+            return _DONE
+        total = self._tensors.reduce_rows(self._tensors.concatenate(rows, 0), len(rows), "sum")
+        self._leave(call)  # the output may be what others read
+        self._tensors.copy_(self._tensors.flat(output), total)
+        return _DONE
