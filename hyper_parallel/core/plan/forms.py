@@ -319,14 +319,12 @@ def _order(match: Match, output: Size | None, input: Size | None, known: tuple[s
     ]
     if len(fitting) == 1:
         return fitting[0]
-    if fitting:
-        raise Contradiction(
-            f"{match.owner} is no kind of linear that is known, and the shape {list(match.shape)} does not tell which dim "
-            "is over outputs, since both may be; it is cut only where its class goes by a known name, such as Linear"
-        )
+    stranger = f"{match.owner} is no kind of linear that is known, and the shape {list(match.shape)}"
+    if not fitting:
+        raise Contradiction(f"{stranger} fits in no order: expected {_words(match, output, input)}")
     raise Contradiction(
-        f"{match.owner} is no kind of linear that is known, and the shape {list(match.shape)} fits in no order: expected "
-        f"{_words(match, output, input)}"
+        f"{stranger} does not tell which dim is over outputs, since both may be; it is cut only where its class goes "
+        "by a known name, such as Linear"
     )
 
 

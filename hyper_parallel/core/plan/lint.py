@@ -12,6 +12,7 @@ from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
+from hyper_parallel.core.plan.lint_whole import WholeParameters
 from hyper_parallel.core.plan.placing import DATA_PARALLEL, with_shard
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.roles import assign_roles
@@ -27,8 +28,11 @@ __all__ = ["Violation", "lint", "report"]
 
 def lint(draft: Draft) -> list[Violation]:
     """Every violation of a draft, alike ones of many layers together."""
-    rules = (_axes, _unknown, _problems, _groups, _placements, _tied, _partners, _roles_taken, lint_boundaries)
-    findings = [finding for rule in rules for finding in rule(draft)]
+    whole, taken = WholeParameters(draft), list(_roles_taken(draft))
+    findings = [*_axes(draft), *_unknown(draft, whole), *whole.misplaced({each.where for each in taken})]
+    rules = (_problems, _groups, _placements, _tied, _partners, lint_boundaries)
+    others = [*taken, *(finding for rule in rules for finding in rule(draft))]
+    findings += [finding for finding in others if not whole.explain(finding)]
     modules = dict.fromkeys([*(plan.module for plan in draft.boundaries), *draft.kinds, *draft.model.modules])
     names = {
         "parameters": [*draft.members, *draft.roles.unknown],
@@ -43,12 +47,14 @@ def _axes(draft: Draft) -> Iterator[Finding]:
         yield Finding("axis", "", f"the mesh {draft.mesh} has a pipeline, which is not planned; leave that axis out")
 
 
-def _unknown(draft: Draft) -> Iterator[Finding]:
+def _unknown(draft: Draft, whole: WholeParameters) -> Iterator[Finding]:
     """What no rule knows, and what contradicts itself. A role by hand that breaks what rules know is taken back."""
     culprits = _culprits(draft)
     for name, tried in draft.roles.unknown.items():
-        target, fix = (culprits[name], "{role: auto}") if name in culprits else (name, "{role: none}")
-        yield Finding("unknown", name, "; ".join(tried), target, fix)
+        if name in culprits:
+            yield Finding("unknown", name, "; ".join(tried), culprits[name], "{role: auto}")
+        else:
+            yield whole.unknown(name, tried)
 
 
 def _culprits(draft: Draft) -> dict[str, str]:

@@ -42,7 +42,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Finding:
-    """A violation before alike ones are put together: `fix` is what to write for the pattern `target`."""
+    """A violation before alike ones are put together: `fix` is what to write for the pattern `target`, and `also` are
+    further (pattern, what to write) that mend it together with that."""
 
     rule: str
     where: str
@@ -51,6 +52,12 @@ class Finding:
     fix: str = ""
     section: str = "parameters"
     because: str = ""
+    also: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def fixes(self) -> tuple[tuple[str, str], ...]:
+        """All of its lines."""
+        return ((self.target, self.fix), *self.also) if self.fix else ()
 
 
 def together(findings: Iterable[Finding], names: Mapping[str, Sequence[str]]) -> list[Violation]:
@@ -61,31 +68,38 @@ def together(findings: Iterable[Finding], names: Mapping[str, Sequence[str]]) ->
     """
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for each in findings:
-        key = (each.rule, each.section, *map(numberless, (each.where, each.message, each.target, each.fix)))
+        lines = [text for line in each.fixes for text in line]
+        key = (each.rule, each.section, *map(numberless, (each.where, _countless(each.message), *lines)))
         alike.setdefault(key, []).append(each)
     return [_one(group, names) for group in alike.values()]
 
 
 def _one(group: Sequence[Finding], names: Mapping[str, Sequence[str]]) -> Violation:
     first = group[0]
-    lines = _lines(group, names.get(first.section, ())) if first.fix else []
+    columns = zip(*(each.fixes for each in group))
+    lines = dict.fromkeys(line for column in columns for line in _lines(column, names.get(first.section, ())))
     more = len({each.where for each in group}) - 1
     return Violation(first.rule, first.where, first.message, "\n".join(lines), first.section, first.because, more)
 
 
-def _lines(group: Sequence[Finding], names: Sequence[str]) -> list[str]:
-    fixes = {each.target: each.fix for each in group}
-    common = numberless(group[0].target)
+def _lines(column: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]:
+    """The lines of alike findings, as one where a pattern fits what they name and nothing else."""
+    fixes, common = dict(column), numberless(column[0][0])
     if len(fixes) > 1 and len(set(fixes.values())) == 1:
         wanted = {name for target in fixes for name in matching(target, names)}
         if set(matching(common, names)) == wanted:
-            fixes = {common: group[0].fix}
+            fixes = {common: column[0][1]}
     return [f"{_key(target)}: {fix}" for target, fix in fixes.items()]
 
 
 def numberless(text: str) -> str:
     """Text with "*" for the numbers of layers and experts in names."""
     return re.sub(r"(?<=\.)\d+(?=\.|$|[^\w.])|^\d+(?=\.)", "*", text)
+
+
+def _countless(message: str) -> str:
+    """A message with "*" for the numbers of experts and of the ranks that hold them."""
+    return re.sub(r"\b(expert|expert rank) \d+\b", r"\1 *", message)
 
 
 def _key(pattern: str) -> str:

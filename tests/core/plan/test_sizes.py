@@ -68,9 +68,10 @@ def test_a_second_list_of_blocks_has_not_the_heads_of_the_first():
 def test_two_decoders_beside_vocabularies_of_their_own_have_no_heads_that_are_known():
     model = described(decoder("draft.") | decoder("target."))
     assert heads(model, "draft.") is None and heads(model, "target.") is None
-    found = wrong(model, TWO)
+    asked = {"sequence_parallel": False}  # of several lists nobody knows between which the sequence could be cut
+    found = wrong(model, TWO, asked)
     assert {each.rule for each in found} == {"heads"}
-    assert wrong(model, TWO, pasted(None, found)) == []
+    assert wrong(model, TWO, pasted(asked, found)) == []
 
 
 @pytest.mark.parametrize("owner", ["TransposedLinear", "LinearT", "LinearTransposed", "Conv1DLinear", "MultiLinear"])
@@ -78,9 +79,9 @@ def test_a_square_weight_of_a_linear_that_is_not_known_is_refused(owner):
     model = described(decoder("model.", owner))
     (told,) = assign_roles(model).unknown["model.layers.0.self_attn.q_proj.weight"][:1]
     assert told == (
-        f"'@attention.q_proj.weight' is a query, but {owner} is no kind of linear that is known, and the shape [32, 32] "
-        "does not tell which dim is over outputs, since both may be; it is cut only where its class goes by a known name, "
-        "such as Linear"
+        f"'@attention.q_proj.weight' is a query, but {owner} is no kind of linear that is known, and the shape "
+        "[32, 32] does not tell which dim is over outputs, since both may be; it is cut only where its class goes by a "
+        "known name, such as Linear"
     )
     found = wrong(model, TWO)
     assert {each.rule for each in found} == {"unknown"}

@@ -1,0 +1,276 @@
+"""Rules of lint on what is whole, or would be if an override said so: it must work on nothing that an axis cuts.
+
+Nothing is known of such a parameter but where it stands and its sizes. In a module that is cut, a size that heads or
+cut features have may be theirs: then that module has to be whole too. A module that stands beside known ones inside of
+another shares more with them than hidden states: then none of them keeps a role.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Container, Iterable, Iterator, Sequence
+
+from hyper_parallel.core.plan.assignment import Assignment, RoleResult
+from hyper_parallel.core.plan.cut_sizes import HEADS, CutSize, cut_sizes
+from hyper_parallel.core.plan.grouping import Group
+from hyper_parallel.core.plan.names import parse
+from hyper_parallel.core.plan.role_rules import LIST_CLASSES, ROLES, WRAPPERS
+from hyper_parallel.core.plan.roles import all_names
+from hyper_parallel.core.plan.templates import Member, scopes
+from hyper_parallel.core.plan.violations import Finding, numberless
+from hyper_parallel.core.plan.whole import Place, above, whole_places
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.plan.derive import Draft
+
+_AXES = ("expert", "tensor")
+_NONE = "{role: none}"
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Why a parameter can't be whole where it stands, and the lines, (pattern, entry), with which it can."""
+
+    message: str
+    lines: tuple[tuple[str, str], ...]
+
+
+class WholeParameters:
+    """The parameters of a draft that an override keeps whole, and the unknown ones, for which it may be asked to."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.places: dict[str, Place] = {}
+        roles = draft.roles
+        if not roles.unknown and not any(each.role == "whole" for each in roles.assignments.values()):
+            return
+        self._scope_of = scopes(draft.groups, draft.kinds, draft.members)
+        asked = {name: Assignment(name, "whole", "") for name in roles.unknown}
+        kinds = {module: draft.kinds.get(module, "moe") for module in self._scope_of}
+        self.places = whole_places(draft.model, RoleResult({**roles.assignments, **asked}, {}), kinds)
+        self._sizes: dict[tuple[str, ...], dict[int, CutSize]] = {}
+        self._conflicts: dict[str, Conflict | None] = {}
+
+    def unknown(self, name: str, tried: Sequence[str]) -> Finding:
+        """That no rule knows a parameter, with the lines that keep it whole and the plan right."""
+        conflict, told = self._conflict(name), "; ".join(tried)
+        if conflict is None:
+            return Finding("unknown", name, told, name, _NONE)
+        return _finding("unknown", name, f"{told}; it {conflict.message}", conflict)
+
+    def misplaced(self, told: Container[str]) -> Iterator[Finding]:
+        """What an override keeps whole where it can't be, but for those of which other rules have told."""
+        for name in self.places:
+            if name in self.draft.roles.unknown or name in told:
+                continue
+            conflict = self._conflict(name)
+            if conflict is not None:
+                yield _finding("consistent", name, f"stays whole with role: none, and {conflict.message}", conflict)
+
+    def explain(self, finding: Finding) -> bool:
+        """Tell whether a finding on what an override does not speak of only follows from an unknown or misplaced
+        parameter, in the same part of a block."""
+        if finding.rule not in ("chain", "consistent") or not self._causes:
+            return False
+        overrides, where = self.draft.overrides, finding.where
+        decided = where in overrides.parameters or where in overrides.modules
+        return not decided and any(each in self._causes for each in (where, *above(where)))
+
+    def _conflict(self, name: str) -> Conflict | None:
+        if name not in self._conflicts:
+            place = self.places[name]
+            self._conflicts[name] = (
+                self._around_a_cut(name) or self._among_others(name, place) or self._by_size(name, place)
+            )
+        return self._conflicts[name]
+
+    @cached_property
+    def _causes(self) -> set[str]:
+        """The parts of blocks that hold something unknown or misplaced."""
+        names = (each for each in self.places if each in self.draft.roles.unknown or self._conflict(each))
+        return {part for name in names if (part := self._part(name))}
+
+    def _around_a_cut(self, name: str) -> Conflict | None:
+        """In a linear or a table that is cut, or an adapter around it."""
+        parsed, member = parse(name), None
+        if parsed.adapter:
+            member = self._cut.get(parsed.module(len(parsed.path)))
+        for module in above(name) if member is None else ():
+            found = self._cut.get(module)
+            if found and parse(found.description.name).leaf == "weight":
+                member = found
+                break
+        if member is None:
+            return None
+        inner, axes = member.description.name, [axis for axis in _AXES if axis in member.placed.placements]
+        return Conflict(
+            f"works on what {inner} does, which {_cuts(axes)}",
+            self._lines(name, self._unit(self._holder[inner]), axes),
+        )
+
+    def _among_others(self, name: str, place: Place) -> Conflict | None:
+        """In a module of its own that is only a part of what a block calls."""
+        if not place.module:
+            return None
+        part = self._part(name)
+        if not part or place.module == part or part.startswith(f"{place.module}."):
+            return None
+        known = (each for each in self._below.get(part, ()) if each not in self.places)
+        if part == _block(name):
+            known = (each for each in known if self._family(each) in ("router", "experts"))
+        other = next(known, None)
+        if other is None:
+            return None
+        message = f"stands in {part} beside {other}, and no rule knows what passes between them"
+        return Conflict(message, ((f"{part}.**", _NONE),))
+
+    def _part(self, name: str) -> str:
+        """The part of its block in which a parameter stands: what holds the experts, else a child of the block; "" for
+        one in no block."""
+        block, path = _block(name), name.split(".")[:-1]
+        if not block:
+            return ""
+        depth = len(block.split("."))
+        if "experts" in path[depth:]:
+            return ".".join(path[: path.index("experts", depth)])
+        for end in range(depth + 1, len(path) + 1):
+            module, segment = ".".join(path[:end]), path[end - 1]
+            listed = segment.isdigit() or self.draft.model.modules.get(module) in LIST_CLASSES
+            if segment not in WRAPPERS and not listed:
+                return module
+        return ".".join(path)
+
+    def _by_size(self, name: str, place: Place) -> Conflict | None:
+        """A dim as large as heads, experts or features that are cut around it."""
+        sizes, shape = self._sizes_around(name, place), self._shapes[name]
+        found = {size: sizes[size] for size in shape if size in sizes}
+        if not found:
+            return None
+        size, cut = next(iter(found.items()))
+        cuts = _cuts([cut.axis])
+        message = f"has {size} in dim {shape.index(size)}, and {cut.parameter} has {size} {cut.words}, which {cuts}"
+        if size == self._hidden:
+            message += f"; {size} is the hidden size too, and nothing tells which it is"
+        units = dict.fromkeys(module for each in found.values() for module in self._unit(each.module))
+        if not _block(name):
+            units = dict.fromkeys(numberless(module) for module in units)
+        axes = [axis for axis in _AXES if any(each.axis == axis for each in found.values())]
+        return Conflict(message, self._lines(name, units, axes))
+
+    def _sizes_around(self, name: str, place: Place) -> dict[int, CutSize]:
+        """The sizes that a parameter must not have: inside of a boundary those of all that is cut there. Elsewhere
+        hidden states go by, and what else modules hand each other: heads, and features between halves."""
+        if place.inside:
+            return self._sizes_of(self._unit(place.inside))
+        if place.module and self._takes_and_gives_hidden(place.module):
+            return {}
+        block = _block(name)
+        if block:
+            halves = [each.module for each in self._groups_below.get(block, ()) if self._is_half(each.module)]
+            sizes = self._sizes_of((block,))
+            return {size: cut for size, cut in sizes.items() if size != self._hidden} | self._sizes_of(halves)
+        shape = self._shapes[name]
+        if self._hidden in shape or sum(size > 1 for size in shape) > 2:
+            return {}
+        return {size: cut for size, cut in self._sizes_of(("",)).items() if cut.words in HEADS}
+
+    def _takes_and_gives_hidden(self, module: str) -> bool:
+        """Tell whether sizes speak for a module between hidden states and hidden states."""
+        own = [self._shapes[name] for name in self._below.get(module, ())]
+        return (self._hidden,) in own or sum(shape.count(self._hidden) for shape in own) > 1
+
+    def _sizes_of(self, modules: Iterable[str]) -> dict[int, CutSize]:
+        """The sizes of all that is cut in some modules, each as what has it first."""
+        key = tuple(modules)
+        if key not in self._sizes:
+            found = self._sizes[key] = {}
+            for group in (each for module in key for each in self._groups_below.get(module, ())):
+                members = [self.draft.members[name] for name in group.parameters]
+                for cut in cut_sizes(group.module, members, self._scope_of[group.module].cut):
+                    found.setdefault(cut.size, cut)
+        return self._sizes[key]
+
+    def _unit(self, module: str) -> Sequence[str]:
+        """The modules that are cut together with one: a block of experts, the attention around a norm, both halves of a
+        feed-forward layer, all names of a tied table."""
+        kind, scope = self.draft.kinds.get(module), self._scope_of[module]
+        if scope.block or kind is None:
+            return (scope.block or module,)
+        if kind == "wide_norm":
+            return (next((each for each in above(module) if self.draft.kinds.get(each) == "attention"), module),)
+        if self._is_half(module):
+            beside = self._groups_below.get(module.rpartition(".")[0], ())
+            return [each.module for each in beside if self._is_half(each.module)]
+        tied = self.draft.model.tied
+        if kind in ("embedding", "head"):
+            own = {tied.get(name, name) for name in self._below[module]}
+            names = [name for name in (*own, *tied) if tied.get(name, name) in own]
+            return list(dict.fromkeys([module, *(self._holder[name] for name in names if name in self._holder)]))
+        return (module,)
+
+    def _is_half(self, module: str) -> bool:
+        return self.draft.kinds.get(module) in ("up", "down")
+
+    def _family(self, name: str) -> str:
+        return ROLES[self.draft.members[name].assignment.role].boundary
+
+    def _lines(self, name: str, units: Iterable[str], axes: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        fix = f"{{placements: {{{', '.join(f'{axis}: replicate' for axis in axes)}}}}}"
+        lines = [(f"{module}.**" if module else "**", fix) for module in units]
+        return (*lines, (name, _NONE)) if name in self.draft.roles.unknown else tuple(lines)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {each.name: each.shape for each in all_names(self.draft.model)}
+
+    @cached_property
+    def _below(self) -> dict[str, list[str]]:
+        """The names below each module."""
+        found: dict[str, list[str]] = {}
+        for name in self._shapes:
+            for module in above(name):
+                found.setdefault(module, []).append(name)
+        return found
+
+    @cached_property
+    def _groups_below(self) -> dict[str, list[Group]]:
+        """The groups of each module and of those below it."""
+        found: dict[str, list[Group]] = {}
+        for group in self.draft.groups:
+            for module in dict.fromkeys((group.module, *above(group.module))):
+                found.setdefault(module, []).append(group)
+        return found
+
+    @cached_property
+    def _holder(self) -> dict[str, str]:
+        return self.draft.holder
+
+    @cached_property
+    def _hidden(self) -> int:
+        contracts = (each for plan in self.draft.boundaries for each in (*plan.inputs, *plan.outputs))
+        return next((each.size for each in contracts if each.name == "hidden"), 0)
+
+    @cached_property
+    def _cut(self) -> dict[str, Member]:
+        """Linears, tables and packed experts that are cut, by the module that holds them and adapters around them."""
+        found: dict[str, Member] = {}
+        for member in self.draft.members.values():
+            if member.linear and any(axis in member.placed.placements for axis in _AXES):
+                found.setdefault(member.linear, member)
+        return found
+
+
+def _finding(rule: str, name: str, message: str, conflict: Conflict) -> Finding:
+    (target, fix), *also = conflict.lines
+    return Finding(rule, name, message, target, fix, also=tuple(also))
+
+
+def _cuts(axes: Sequence[str]) -> str:
+    return f"{axes[0]} cuts" if len(axes) == 1 else f"{' and '.join(axes)} cut"
+
+
+def _block(name: str) -> str:
+    """The outermost list element on a parameter's path, else ""."""
+    path = name.split(".")[:-1]
+    return next((".".join(path[: end + 1]) for end, segment in enumerate(path) if segment.isdigit()), "")
