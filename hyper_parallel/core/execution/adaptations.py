@@ -1,7 +1,7 @@
 """What modules are told on this rank, so that their own code does its part of the work.
 
-A model's code reads sizes off attributes (the number of heads), adds biases where a sum over ranks is still pending, and looks
-tokens up in a table of which a rank holds some rows. What has to be another on this rank is found before anything is
+A model's code reads sizes off attributes (the number of heads), adds biases where a sum over ranks is pending, and
+looks tokens up in a table of which a rank holds some rows. What has to be another here is found before anything is
 changed, as data, and all of it is undone by `restore`.
 """
 

@@ -24,17 +24,20 @@ _ATTRIBUTE = "_hyper_parallel_execution"
 class Execution:
     """A plan that is being carried out; lives on the model from `parallelize` to `restore`."""
 
-    def __init__(self, backend: Backend, plan: ShardingPlan, adaptations: Adaptations, hooks: list[HookHandle]):
-        self.backend = backend
-        self.plan = plan
+    def __init__(self, facts: Facts, adaptations: Adaptations, hooks: list[HookHandle]):
+        self.backend = facts.backend
+        self.plan = facts.plan
+        self._model = facts.model
         self._adaptations = adaptations
         self._hooks = hooks
+        vars(self._model)[_ATTRIBUTE] = self
 
     def undo(self) -> None:
         """Take the hooks away and let modules find what they found before."""
         for hook in self._hooks:
             hook.remove()
         self._adaptations.undo()
+        vars(self._model).pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict) -> Execution:
         raise ConfigError(NO_COPY)
@@ -43,9 +46,22 @@ class Execution:
         raise ConfigError(NO_COPY)
 
 
-def execution_of(model: Module) -> Execution | None:
-    """What `parallelize` has put on a model."""
-    return vars(model).get(_ATTRIBUTE)
+def execution_below(backend: Backend, model: Module) -> Execution | None:
+    """What `parallelize` has put on a model, or on the one inside of it; None where it has not been.
+
+    Raises:
+        ConfigError: there are several parallelized models inside.
+    """
+    found = _executions(backend, model)
+    if len(found) > 1:
+        names = ", ".join(execution.plan.model_class for execution in found)
+        raise ConfigError(f"{type(model).__name__} holds {len(found)} parallelized models, {names}; pass one of them")
+    return found[0] if found else None
+
+
+def _executions(backend: Backend, model: Module) -> list[Execution]:
+    below = {id(module): module for _, module in backend.modules.named_modules(model)}
+    return [vars(module)[_ATTRIBUTE] for module in below.values() if _ATTRIBUTE in vars(module)]
 
 
 def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
@@ -76,11 +92,9 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
 
 def restore(backend: Backend, model: Module) -> None:
     """Undo `apply_plan` and `fully_shard` below `model`. Called by every rank."""
-    execution = execution_of(model)
     build.restore(backend, model)
-    if execution is not None:
+    for execution in _executions(backend, model):
         execution.undo()
-        del vars(model)[_ATTRIBUTE]
 
 
 def _carry_out(facts: Facts, adaptations: Adaptations) -> None:
@@ -92,7 +106,7 @@ def _carry_out(facts: Facts, adaptations: Adaptations) -> None:
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
         build.make_unit(backend, unit.name, module, members, plan.mesh, unit.reshard_after_forward)
-    vars(facts.model)[_ATTRIBUTE] = Execution(backend, plan, adaptations, hooks)
+    Execution(facts, adaptations, hooks)
 
 
 def _holding(facts: Facts, adaptations: Adaptations, parameter: ParameterPlan) -> Holding:
