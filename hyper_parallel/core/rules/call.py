@@ -37,16 +37,17 @@ class Flag(NamedTuple):
 class Call(NamedTuple):
     """One call: the key under which what follows from it is kept.
 
-    `op` is the canonical name, `arguments` are pairs of a canonical name and a value: numbers, strings, None, tuples of
-    such values, `Slice`, `Flag`, and `Argument` in place of tensors; what else a framework hands over, such as a
-    dtype, stays as it is. `axes` are the mesh axes that are followed. `declared` says what the boundary around the
-    call vouches for: "vocabulary" where an embedding's ids have been shifted to the rows that this rank holds and rows
-    of other ranks are zeroed afterwards.
+    `op` is the canonical name. `arguments` are pairs of a canonical name and a value: numbers, strings, None, tuples of
+    such values, `Slice`, `Flag`, and `Argument` in place of tensors; what else a framework hands over, such as a dtype,
+    stays as it is. `axes` are the mesh axes that are followed, of `sizes` ranks each. `declared` says what the boundary
+    around the call vouches for: "vocabulary" where an embedding's ids have been shifted to the rows that this rank
+    holds, and the rows of other ranks are zeroed afterwards.
     """
 
     op: str
     arguments: tuple[tuple[str, Any], ...]
     axes: tuple[str, ...]
+    sizes: tuple[int, ...]
     declared: frozenset[str] = frozenset()
 
 
@@ -66,7 +67,7 @@ class Operand(NamedTuple):
 
     def repeats(self, dim: int) -> bool:
         """Tell whether the tensor may be read as cut along `dim`: what is there is the same everywhere."""
-        return self.state.is_replicate and (self.shape[dim] == 1 or dim in self.state.same)
+        return self.state.is_replicate and (self.shape[dim] == 1 or self.state.zero or dim in self.state.same)
 
 
 class View:
@@ -74,6 +75,7 @@ class View:
 
     def __init__(self, call: Call, axis: int) -> None:
         self.op = call.op
+        self.ranks = call.sizes[axis]
         self.declared = call.declared
         self.values: dict[str, Any] = {name: _project(value, name, axis) for name, value in call.arguments}
         self.operands: tuple[Operand, ...] = tuple(_operands(self.values.values()))

@@ -89,9 +89,7 @@ def register_rule(
     if (like is None) == (rule is None):
         raise ConfigError(f"register_rule({operator!r}): give either like= or rule=, found {like!r} and {rule!r}")
     if like is not None and like not in _RULES:
-        raise ConfigError(
-            f"register_rule({operator!r}): there is no operator {like!r}; docs/rules.md lists them"
-        )
+        raise ConfigError(f"register_rule({operator!r}): there is no operator {like!r}; docs/rules.md lists them")
     base = _RULES[like] if like is not None else Rule("", rule)
     _RULES[operator] = replace(base, parameters=base.parameters if arguments is None else arguments)
     infer.cache_clear()

@@ -1,0 +1,318 @@
+"""Operators that give the same elements another shape."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Sequence
+
+from hyper_parallel.core.rules.call import Operand, View
+from hyper_parallel.core.rules.checks import refuse_cut, refuse_partial, resolve
+from hyper_parallel.core.rules.state import PARTIAL, State, constant, cut
+from hyper_parallel.core.rules.table import RuleError, rule
+
+Shape = Sequence[int]
+
+
+@rule("reshape", "input *shape")
+def reshape(view: View) -> State:
+    """The elements in their order, in dims of another number; one of them may be -1."""
+    return reshaped(view["input"], view["shape"])
+
+
+@rule("view_as reshape_as", "input other", silent=("other",))
+def reshape_as(view: View) -> State:
+    """The elements in the shape of another tensor."""
+    return reshaped(view["input"], view["other"].shape)
+
+
+@rule("flatten", "input start_dim end_dim")
+def flatten(view: View) -> State:
+    """Several dims made one."""
+    x = view["input"]
+    first, last = resolve(view.get("start_dim", 0), x.dims), resolve(view.get("end_dim", -1), x.dims)
+    return reshaped(x, (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :]))
+
+
+@rule("unflatten", "input dim sizes")
+def unflatten(view: View) -> State:
+    """One dim made several."""
+    x, dim, sizes = view["input"], resolve(view["dim"], view["input"].dims), view["sizes"]
+    return reshaped(x, (*x.shape[:dim], *_resolved(x.shape[dim], sizes), *x.shape[dim + 1 :]), dim, sizes)
+
+
+@rule("permute", "input *dims")
+def permute(view: View) -> State:
+    """The dims in another order."""
+    x = view["input"]
+    return moved(x, [resolve(dim, x.dims) for dim in view["dims"]])
+
+
+@rule("transpose", "input dim0 dim1")
+def transpose(view: View) -> State:
+    """Two dims exchanged."""
+    x = view["input"]
+    order = list(range(x.dims))
+    one, other = resolve(view["dim0"], x.dims), resolve(view["dim1"], x.dims)
+    if order:
+        order[one], order[other] = order[other], order[one]
+    return moved(x, order)
+
+
+@rule("transpose_all", "input")
+def transpose_all(view: View) -> State:
+    """All dims in the opposite order."""
+    return moved(view["input"], range(view["input"].dims)[::-1])
+
+
+@rule("transpose_last", "input")
+def transpose_last(view: View) -> State:
+    """The last two dims exchanged; a vector stays what it is."""
+    x = view["input"]
+    order = list(range(x.dims))
+    return moved(x, order[:-2] + order[-2:][::-1])
+
+
+@rule("movedim", "input source destination")
+def movedim(view: View) -> State:
+    """Dims moved to other places, the rest in its order."""
+    x, source, target = view["input"], _several(view["source"]), _several(view["destination"])
+    by_place = dict(zip((resolve(dim, x.dims) for dim in target), (resolve(dim, x.dims) for dim in source)))
+    rest = iter(dim for dim in range(x.dims) if dim not in by_place.values())
+    return moved(x, [by_place[place] if place in by_place else next(rest) for place in range(x.dims)])
+
+
+@rule("unsqueeze", "input dim")
+def unsqueeze(view: View) -> State:
+    """A dim of size 1 more."""
+    x = view["input"]
+    place = resolve(view["dim"], x.dims + 1)
+    return renamed(x.state, {dim: dim + (dim >= place) for dim in range(x.dims)})
+
+
+@rule("squeeze", "input *dim")
+def squeeze(view: View) -> State:
+    """Without dims of size 1: those named, or all."""
+    x, named = view["input"], _several(view.get("dim", ()))
+    named = tuple(each for each in (named[0] if named and isinstance(named[0], tuple) else named) if each is not None)
+    chosen = [resolve(dim, x.dims) for dim in named] if named else range(x.dims)
+    gone = [dim for dim in chosen if x.dims and x.shape[dim] == 1]
+    refuse_cut(view.op, x, gone, "would drop that dim, which is longer than this rank's part")
+    left = [dim for dim in range(x.dims) if dim not in gone]
+    return renamed(x.state, {dim: place for place, dim in enumerate(left)})
+
+
+@rule("expand", "input *shape")
+def expand(view: View) -> State:
+    """Dims of size 1, and new ones in front, repeated; -1 leaves a dim as it is."""
+    return expanded(view["input"], view["shape"])
+
+
+@rule("expand_as", "input other", silent=("other",))
+def expand_as(view: View) -> State:
+    """Repeated to the shape of another tensor."""
+    return expanded(view["input"], view["other"].shape)
+
+
+@rule("repeat", "input *repeats")
+def repeat(view: View) -> State:
+    """The whole tensor several times along each dim, new ones in front included."""
+    x, repeats = view["input"], view["repeats"]
+    more = len(repeats) - x.dims
+    if x.state.is_partial:
+        return PARTIAL
+    if x.state.cut is not None:
+        dim = x.state.cut + more
+        return cut(dim, x.state.blocks * repeats[dim], x.state.unit)
+    return State(same=tuple(dim for dim in range(len(repeats)) if dim < more or x.repeats(dim - more)))
+
+
+@rule("repeat_interleave", "input repeats dim")
+def repeat_interleave(view: View) -> State:
+    """Each element several times along a dim; without a dim, of all elements in their order."""
+    x, repeats, dim = view["input"], view["repeats"], view.get("dim")
+    counted = isinstance(repeats, Operand)
+    if counted:
+        refuse_partial(view.op, [repeats])
+        refuse_cut(view.op, repeats, range(repeats.dims), "needs all numbers of repetitions")
+    state = x.state if dim is not None else reshaped(x, (-1,))
+    place = resolve(dim, x.dims) if dim is not None else 0
+    if state.cut == place:
+        if counted:
+            raise RuleError(
+                f"input is {x.state}, and repeats counts the elements of the whole dim",
+                "one number of repetitions, or input as replicate",
+            )
+        return cut(place, state.blocks, state.unit * max(repeats, 1))
+    if state.is_replicate and dim is not None and x.shape[place] == 1 and not counted:
+        return State(same=(*state.same, *([place] if place not in state.same else [])))
+    return state
+
+
+@rule("view_as_complex", "input")
+def view_as_complex(view: View) -> State:
+    """The last dim, of two elements, made one complex number."""
+    x = view["input"]
+    refuse_cut(view.op, x, [x.dims - 1], "makes one number of its two elements")
+    return renamed(x.state, {dim: dim for dim in range(x.dims - 1)})
+
+
+@rule("view_as_real", "input")
+def view_as_real(view: View) -> State:
+    """Complex numbers made a last dim of two elements."""
+    return renamed(view["input"].state, {dim: dim for dim in range(view["input"].dims)})
+
+
+@rule("diagonal", "input offset dim1 dim2")
+def diagonal(view: View) -> State:
+    """The diagonal of two dims as the last dim."""
+    x = view["input"]
+    pair = [resolve(view.get(name, default), x.dims) for name, default in (("dim1", 0), ("dim2", 1))]
+    refuse_cut(view.op, x, pair, "walks along both dims at once")
+    left = [dim for dim in range(x.dims) if dim not in pair]
+    return renamed(x.state, {dim: place for place, dim in enumerate(left)})
+
+
+def reshaped(x: Operand, shape: Shape, dim: int | None = None, sizes: Shape | None = None) -> State:
+    """The state of `x` in another shape.
+
+    The local tensor is `before` parts one after the other, each of which holds this rank's share of what is cut. In
+    the new shape the cut stands at a dim before which the parts are counted in full: they are the dims to its left,
+    and blocks of its own. Splitting a cut dim leaves the cut with the leftmost factor; dims that are merged with
+    it from the left become blocks. `dim` and `sizes` tell where a -1 stood before it was resolved.
+    """
+    hole = _hole(shape) if sizes is None else None if _hole(sizes) is None else dim + _hole(sizes)
+    resolved = _resolved(prod(x.shape), shape)
+    if prod(resolved) != prod(x.shape):
+        raise RuleError(
+            f"{x.name} {list(x.shape)} can't become {list(shape)}: this rank holds {prod(x.shape)} elements",
+            "a shape of local sizes; what the model's code keeps as a number, such as that of heads, has to be local",
+        )
+    if x.state.is_partial:
+        return PARTIAL
+    if x.state.is_replicate:
+        return State(same=_still_same(x, resolved), zero=x.state.zero)
+    return _carried(x, resolved, hole)
+
+
+def moved(x: Operand, order: Sequence[int]) -> State:
+    """The state of `x` with its dims in another order."""
+    return renamed(x.state, {dim: place for place, dim in enumerate(order)})
+
+
+def renamed(state: State, places: dict[int, int]) -> State:
+    """The state with each dim at its new place; those that `places` lacks have gone."""
+    if state.cut is not None:
+        return state.at(places[state.cut])
+    if state.is_partial:
+        return state
+    return State(same=tuple(sorted(places[dim] for dim in state.same if dim in places)), zero=state.zero)
+
+
+def expanded(x: Operand, shape: Shape) -> State:
+    """The state of `x` repeated to a shape."""
+    if x.state.is_partial:
+        return PARTIAL
+    more = len(shape) - x.dims
+    if x.state.cut is not None:
+        size = shape[x.state.cut + more]
+        if size not in (-1, x.shape[x.state.cut]):
+            raise RuleError(
+                f"{x.name} {list(x.shape)} is {x.state}, and would be repeated to {size} along that dim: a rank would "
+                "repeat its own element where all of them belong",
+                f"{x.name} as replicate, or a size of {x.shape[x.state.cut]} or -1 there",
+            )
+        return x.state.at(x.state.cut + more)
+    if x.state.zero:
+        return constant(len(shape), zero=True)
+    return State(same=tuple(dim for dim in range(len(shape)) if dim < more or x.repeats(dim - more)))
+
+
+def _resolved(count: int, shape: Shape) -> tuple[int, ...]:
+    """The shape with -1 worked out."""
+    known = prod(size for size in shape if size != -1)
+    return tuple(count // known if size == -1 and known else size for size in shape)
+
+
+def _hole(shape: Shape) -> int | None:
+    return tuple(shape).index(-1) if -1 in shape else None
+
+
+def _several(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _still_same(x: Operand, shape: Shape) -> tuple[int, ...]:
+    """Dims of the new shape along which a replicated tensor repeats itself: those that lie inside a run of dims, of
+    size 1 or repeating, of the old one."""
+    runs: list[tuple[int, int]] = []
+    strides = _strides(x.shape)
+    for dim in range(x.dims):
+        if x.repeats(dim):
+            low, high = strides[dim], strides[dim] * x.shape[dim]
+            if runs and runs[-1][0] == high:
+                runs[-1] = (low, runs[-1][1])
+            else:
+                runs.append((low, high))
+    found = []
+    for dim, (size, stride) in enumerate(zip(shape, _strides(shape))):
+        if size > 1 and any(not stride % low and not high % (stride * size) for low, high in runs):
+            found.append(dim)
+    return tuple(found)
+
+
+def _strides(shape: Shape) -> list[int]:
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _carried(x: Operand, shape: Shape, hole: int | None) -> State:
+    """Where the cut of `x` stands in the new shape."""
+    dim, sizes = x.state.cut, [max(size, 1) for size in x.shape]  # what is empty has a place as one element has
+    parts, new = prod(sizes[:dim]) * x.state.blocks, [max(size, 1) for size in shape]
+    before = [prod(new[:place]) for place in range(len(new))]
+    places = [
+        (place, parts // left)
+        for place, left in enumerate(before)
+        if not parts % left and not new[place] % (parts // left)
+    ]
+    if not places:
+        raise RuleError(
+            f"{x.name} {list(x.shape)} is {x.state}, and in the shape {list(shape)} no dim holds this rank's part: "
+            "it would be spread over several dims, among the parts of others",
+            "a shape that keeps the cut dim, splits it, or merges it with its neighbours",
+        )
+    place, blocks = _chosen(x, shape, places, hole)
+    return cut(place, blocks, _carried_unit(x, shape, prod(sizes[dim + 1 :]), prod(new[place + 1 :])))
+
+
+def _carried_unit(x: Operand, shape: Shape, old: int, new: int) -> int:
+    """The unit of the new cut dim, each element of which stands for `new` numbers, as one of the old for `old`."""
+    unit = x.state.unit * old
+    if x.state.unit == 1 or not new % unit:
+        return 1
+    if old % new:
+        raise RuleError(
+            f"{x.name} {list(x.shape)} is {x.state} in units of {x.state.unit}, and the shape {list(shape)} splits it "
+            f"into parts of {new // old}",
+            f"the cut dim as (-1, {x.state.unit}); a number of heads in the model's code has to be local",
+        )
+    return unit // new
+
+
+def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int | None) -> tuple[int, int]:
+    """One of the places where the cut can stand. They differ by dims of size 1 only.
+
+    One head on each rank makes its heads such a dim, and so does an unsqueeze that is written as a view. A -1 tells
+    them apart, then the unit, then that a dim that is merged is to be as before; at last, that features, which stand
+    in the last dim, are what is split into heads, and other dims just stay.
+    """
+    if len(places) == 1:
+        return places[0]
+    if (found := next((each for each in places if each[0] == hole), None)) is not None:
+        return found
+    plain = [each for each in places if each[1] == 1] or places
+    unit = x.state.unit * prod(x.shape[x.state.cut + 1 :])
+    if x.state.unit > 1 and (fit := [each for each in plain if prod(shape[each[0] + 1 :]) == unit]):
+        return fit[0]
+    is_last = x.state.cut == x.dims - 1 and x.state.blocks == 1
+    kept = [each for each in plain if shape[each[0]] == x.shape[x.state.cut]]
+    return plain[0] if is_last or not kept else kept[0]
