@@ -46,22 +46,9 @@ class Execution:
         raise ConfigError(NO_COPY)
 
 
-def execution_below(backend: Backend, model: Module) -> Execution | None:
-    """What `parallelize` has put on a model, or on the one inside of it; None where it has not been.
-
-    Raises:
-        ConfigError: there are several parallelized models inside.
-    """
-    found = _executions(backend, model)
-    if len(found) > 1:
-        names = ", ".join(execution.plan.model_class for execution in found)
-        raise ConfigError(f"{type(model).__name__} holds {len(found)} parallelized models, {names}; pass one of them")
-    return found[0] if found else None
-
-
-def _executions(backend: Backend, model: Module) -> list[Execution]:
-    below = {id(module): module for _, module in backend.modules.named_modules(model)}
-    return [vars(module)[_ATTRIBUTE] for module in below.values() if _ATTRIBUTE in vars(module)]
+def execution_of(model: Module) -> Execution | None:
+    """What `parallelize` has put on a model; None where it has not been."""
+    return vars(model).get(_ATTRIBUTE)
 
 
 def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
@@ -93,8 +80,10 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
 def restore(backend: Backend, model: Module) -> None:
     """Undo `apply_plan` and `fully_shard` below `model`. Called by every rank."""
     build.restore(backend, model)
-    for execution in _executions(backend, model):
-        execution.undo()
+    for _, module in list(backend.modules.named_modules(model)):
+        execution = execution_of(module)
+        if execution is not None:
+            execution.undo()
 
 
 def _carry_out(facts: Facts, adaptations: Adaptations) -> None:

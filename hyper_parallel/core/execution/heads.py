@@ -27,8 +27,16 @@ SLOPES = ("alibi", "position_bias")
 """Arguments of attention with something for each head: `[heads, ...]` or `[samples * heads, ...]`."""
 
 
+OUTPUTS = "nf"
+"""Where a linear with a transposed weight keeps the number of its outputs."""
+
+
 def find_heads(facts: Facts, found: Adaptations) -> None:
-    """Tell every attention that is cut what its own heads are."""
+    """Tell every attention that is cut what its own heads are, and transposed linears how wide they are."""
+    for parameter in facts.plan.parameters:
+        for use in facts.uses[parameter.name] if is_cut(parameter) and len(parameter.shape) == 2 else ():
+            if OUTPUTS in vars(use.owner):
+                found.show(use.owner, OUTPUTS, facts.local_shape(parameter)[1])
     for boundary in facts.plan.boundaries:
         name = boundary.module
         if boundary.kind == "attention" and name in facts.cut and name not in _gathered(facts):
@@ -114,7 +122,7 @@ def _key_heads(facts: Facts, parameter: ParameterPlan) -> int | None:
 
 
 def _features(facts: Facts, parameter: ParameterPlan) -> int:
-    transposed = hasattr(facts.uses[parameter.name][0].owner, "nf")
+    transposed = hasattr(facts.uses[parameter.name][0].owner, OUTPUTS)
     return parameter.shape[1 if transposed else 0]
 
 

@@ -12,13 +12,29 @@ logits, softmax minus one at t, needs what the rank has already, so backward exc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hyper_parallel.core.backend import Backend, Group, LocatedTargets, Tensor
-from hyper_parallel.core.errors import ConfigError, LayoutError
+from hyper_parallel.core.errors import ConfigError, ContractError, LayoutError
+from hyper_parallel.core.placement import Replicate, Shard
+from hyper_parallel.core.plan.contracts import BoundaryPlan
+from hyper_parallel.core.plan.plan import ShardingPlan
 from hyper_parallel.core.regions import chunk_bounds
+
+
+class Vocabulary(NamedTuple):
+    """What the last dim of logits ranges over: `size` entries, of which a rank holds its part if they are `cut`."""
+
+    size: int
+    cut: bool
+
+    def part(self, ranks: int, place: int) -> int:
+        """Entries that a rank holds."""
+        start, stop = chunk_bounds(self.size, ranks if self.cut else 1, place if self.cut else 0)
+        return stop - start
+
 
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 WHOLE_NUMBERS = ("int8", "uint8", "int16", "int32", "int64")
@@ -70,6 +86,57 @@ def vocabulary_cross_entropy(
     located = backend.training.locate_targets(targets, start, stop - start, ignore_index)
     loss = _CutLoss(backend, group, located, reduction == "mean")
     return backend.autograd.differentiable(logits, loss.forward, loss.backward)
+
+
+def planned_cross_entropy(
+    backend: Backend,
+    plan: ShardingPlan,
+    logits: Tensor,
+    targets: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """The cross entropy of what the head of a model gives that runs under `plan`.
+
+    Arguments, result and errors are those of `vocabulary_cross_entropy`.
+
+    Raises:
+        LayoutError: the logits are of the size of none of several heads, or can be of more than one.
+        ContractError: the plan hands logits on in a layout that has no loss.
+    """
+    check_arguments(backend, logits, targets, reduction, ignore_index)
+    rank = backend.collectives.rank()
+    group = backend.collectives.groups([plan.mesh.group_of(rank, ["tensor"])])
+    vocabulary = _vocabulary_of(plan, int(logits.shape[-1]), group)
+    if vocabulary is None or not vocabulary.cut:
+        return whole_cross_entropy(backend, logits, targets, reduction, ignore_index)
+    return vocabulary_cross_entropy(backend, logits, targets, vocabulary.size, group, reduction, ignore_index)
+
+
+def _vocabulary_of(plan: ShardingPlan, length: int, group: Group) -> Vocabulary | None:
+    """The vocabulary of the head that gives `length` logits on this rank; None where the plan knows no head."""
+    heads = {each.module: _vocabulary(each) for each in plan.boundaries if each.kind == "head"}
+    found = set(heads.values())
+    if len(found) > 1:  # the length tells which one
+        found = {each for each in found if each.part(group.size, group.index) == length}
+        if len(found) != 1:
+            sizes = {name: each.part(group.size, group.index) for name, each in heads.items()}
+            raise LayoutError(
+                f"cross_entropy: {length} logits of a token at rank {group.ranks[group.index]} do not tell which head "
+                f"they come from; the heads give {sizes}"
+            )
+    return next(iter(found), None)
+
+
+def _vocabulary(head: BoundaryPlan) -> Vocabulary:
+    logits = head.outputs[0]
+    lies = logits.after.get("tensor", Replicate())
+    if lies not in (Replicate(), Shard(logits.dims - 1)):
+        raise ContractError(
+            f"cross_entropy: {head.module} hands its logits on as {lies} over tensor; the loss takes replicate, or "
+            f"shard({logits.dims - 1}), a part of the vocabulary on each rank: write one of them after its output"
+        )
+    return Vocabulary(logits.size, cut=lies != Replicate())
 
 
 def whole_cross_entropy(
