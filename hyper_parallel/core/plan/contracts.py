@@ -91,6 +91,11 @@ class BoundaryPlan:
         }
 
 
+def possible_gradient(placements: ByAxis, gradient: ByAxis) -> dict[str, Placement]:
+    """What a gradient comes to: it is a choice only on axes where the tensor is replicated."""
+    return {**gradient_of(placements, pending=False), **_on_copies(placements, gradient)}
+
+
 def _on_copies(placements: ByAxis, gradient: ByAxis) -> dict[str, Placement]:
     """Of the gradient's placements those on axes where the tensor is replicated: only these are a choice."""
     return {axis: each for axis, each in gradient.items() if placements.get(axis, Replicate()) == Replicate()}

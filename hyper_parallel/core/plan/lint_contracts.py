@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Iterator
 
 from hyper_parallel.core.placement import Partial, Replicate
 from hyper_parallel.core.plan.blocks import EDGES
-from hyper_parallel.core.plan.contracts import FEATURES, BoundaryPlan, ByAxis, Contract, active, gradient_of
+from hyper_parallel.core.plan.contracts import (
+    FEATURES,
+    BoundaryPlan,
+    ByAxis,
+    Contract,
+    active,
+    gradient_of,
+    possible_gradient,
+)
 from hyper_parallel.core.plan.override_file import AUTO
 from hyper_parallel.core.plan.placing import BY_TOKEN
 from hyper_parallel.core.plan.violations import Finding
@@ -133,10 +141,9 @@ def _right(draft: Draft, plan: BoundaryPlan, template: BoundaryPlan | None, side
 
 
 def _possible(draft: Draft, contract: Contract, layout: str, gradient: str) -> tuple[ByAxis, str]:
-    """The gradient that is there; it is a choice only on axes where the tensor is replicated."""
-    tensor, found = _end(contract, layout), _end(contract, gradient)
-    chosen = {axis: each for axis, each in found.items() if tensor.get(axis, Replicate()) == Replicate()}
-    return {**gradient_of(tensor, pending=False), **chosen}, _why(draft, tensor)
+    """The gradient that is there, as far as it can be."""
+    tensor = _end(contract, layout)
+    return possible_gradient(tensor, _end(contract, gradient)), _why(draft, tensor)
 
 
 def _why(draft: Draft, tensor: ByAxis) -> str:

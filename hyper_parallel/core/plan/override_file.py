@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import reprlib
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping
@@ -99,28 +98,9 @@ def _load(source: Any) -> tuple[str, Any]:
         return "overrides", source
     origin = Path(source).name
     try:
-        text = Path(source).read_text(encoding="utf-8")
-        _refuse_repetition(yaml.compose(text, yaml.SafeLoader))
-        return origin, load_yaml(text) or {}
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        return origin, load_yaml(Path(source).read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise PlanError(f"the overrides {source} can't be read: {error}") from error
-
-
-def _refuse_repetition(node: yaml.Node | None) -> None:
-    """YAML takes the last of two equal keys and says nothing."""
-    waiting, seen = [node], set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, yaml.CollectionNode) and id(node) not in seen:
-            seen.add(id(node))
-            waiting.extend(part for each in node.value for part in (each if isinstance(each, tuple) else (each,)))
-        if isinstance(node, yaml.MappingNode):
-            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            if twice := [key for key, count in keys.items() if count > 1]:
-                raise ValueError(
-                    f"line {node.start_mark.line + 1}: the key {_short(twice[0])} stands twice; put both into one, or "
-                    "write a list of entries, each with `match`"
-                )
 
 
 def _read_sequence_parallel(file: OverrideFile, value: Any) -> None:

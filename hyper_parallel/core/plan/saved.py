@@ -14,7 +14,8 @@ from hyper_parallel.core.errors import LayoutError, PlanError
 from hyper_parallel.core.host import collector_at_rest
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Placement, Replicate, parse_placement
+from hyper_parallel.core.placement import Partial, Placement, Replicate, parse_placement
+from hyper_parallel.core.plan.boundaries import TYPES
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.model import ITEM_BYTES
 from hyper_parallel.core.plan.role_rules import ROLES
@@ -97,11 +98,27 @@ def _text(value: str) -> str:
 # Reading
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """YAML itself takes the last of two equal keys and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        own = node.value  # what `<<` brings in is put before it, and may be overridden
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            seen = set()
+            for key, _ in own:
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"line {line}: the key {_short(key.value)} stands twice; put both into one")
+                seen.add(key.value)
+        return found
+
+
 @collector_at_rest()
 def load_yaml(text: str) -> Any:
     """The values of YAML text; raises YAMLError or ValueError."""
     try:
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return yaml.load(text, _Loader)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -197,6 +214,7 @@ def _units(values: Mapping[str, Any]) -> tuple:
     for number, each in enumerate(_get(values, "units", list, ""), start=1):
         where = f"units: number {number}"
         units.append(UnitPlan(_get(each, "name", str, where), _get(each, "reshard_after_forward", bool, where)))
+    _refuse_twice((unit.name for unit in units), "units")
     return tuple(units)
 
 
@@ -206,6 +224,10 @@ def _parameter(name: str, values: Mapping[str, Any], layouts: _Layouts, units: s
     where = f"parameters: {name}"
     shape = _numbers(values, "shape", where)
     placements = _placements(values, "placements", where)
+    if summed := [axis for axis, each in placements.items() if isinstance(each, Partial)]:
+        raise PlanError(
+            f"{where}: placements: {summed[0]}: a parameter is no partial value; write replicate or a shard"
+        )
     layout = layouts.check(placements, shape, f"{where}: placements")
     return ParameterPlan(
         name=name,
@@ -232,10 +254,11 @@ def _boundary(module: str, values: Mapping[str, Any], layouts: _Layouts, tokens:
         )
         for side in ("inputs", "outputs")
     )
+    for side, contracts in (("inputs", inputs), ("outputs", outputs)):
+        _refuse_twice((each.name for each in contracts), f"{where}: {side}")
     region = _one_of(values, "region", ("checked", "transparent", "opaque"), where)
-    return BoundaryPlan(
-        module, _get(values, "kind", str, where), inputs, outputs, region, _get(values, "note", str, where)
-    )
+    kind = _one_of(values, "kind", (*TYPES, "region"), where)
+    return BoundaryPlan(module, kind, inputs, outputs, region, _get(values, "note", str, where))
 
 
 def _contract(values: Any, layouts: _Layouts, tokens: tuple[int, int], where: str) -> Contract:
@@ -249,10 +272,11 @@ def _contract(values: Any, layouts: _Layouts, tokens: tuple[int, int], where: st
         _get(values, "name", str, where), dims, size, **{side: _placements(values, side, where) for side in sides}
     )
     shape = (*tokens, size)[:dims]
-    layouts.check(contract.before, shape, f"{where}: before")
-    pending = {a: each for a, each in contract.gradient.items() if contract.after.get(a, Replicate()) == Replicate()}
-    layouts.check(contract.after, shape, f"{where}: after", pending)
-    layouts.check(contract.gradient, shape, f"{where}: gradient")
+    ends = (("before", "gradient_before", contract.source_gradient), ("after", "gradient", contract.gradient))
+    for end, back, gradient in ends:
+        layouts.check(getattr(contract, end), shape, f"{where}: {end}")
+        named = {axis: gradient.get(axis, Replicate()) for axis in (*layouts.mesh.names, *gradient)}
+        layouts.check(getattr(contract, end), shape, f"{where}: {back}", named)
     return contract
 
 
@@ -303,6 +327,8 @@ def _axes(values: Any, key: str, where: str, mesh: DeviceMesh) -> tuple[str, ...
     axes = _texts(values, key, where)
     if strange := [axis for axis in axes if axis not in mesh.names]:
         raise PlanError(f"{_below(where, key)}: the mesh {mesh} has no axis {_short(strange[0])}")
+    if len(set(axes)) < len(axes):
+        _refuse_twice(axes, _below(where, key))
     return axes
 
 
@@ -315,6 +341,14 @@ def _placements(values: Any, key: str, where: str) -> dict[str, Placement]:
 
 
 _parsed = lru_cache(maxsize=4096)(parse_placement)
+
+
+def _refuse_twice(names: Iterable[str], where: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise PlanError(f"{where}: {_short(name)} stands twice; leave one out")
+        seen.add(name)
 
 
 def _one_of(values: Any, key: str, known: Iterable[str], where: str) -> str:

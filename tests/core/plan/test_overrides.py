@@ -403,7 +403,7 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_place(tmp_path):
     "text, message",
     [
         ("a: [", "can't be read: while parsing a flow node"),
-        ("parameters:\n  a: {role: none}\n  a: {role: up}\n", "line 2: the key 'a' stands twice"),
+        ("parameters:\n  a: {role: none}\n  a: {role: up}\n", "line 3: the key 'a' stands twice; put both into one"),
         ("!!python/name:os.system", "could not determine a constructor"),
         ("\0", "can't be read"),
         ("[" * 5000, "can't be read"),
