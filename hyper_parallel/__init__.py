@@ -41,6 +41,7 @@ _WHERE = {
     "trainable_parameters": "api",
     "full_parameters": "api",
     "value_and_grad": "api",
+    "cross_entropy": "api",
     "clip_grad_norm_": "api",
     # Errors.
     "HyperParallelError": "core.errors",

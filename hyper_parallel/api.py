@@ -8,9 +8,10 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from hyper_parallel import backends
-from hyper_parallel.core.backend import Launch, Module, Parameter, Tensor
+from hyper_parallel.core.backend import Backend, Launch, Module, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError, PlanError
-from hyper_parallel.core.execution.apply import apply_plan
+from hyper_parallel.core.execution import loss
+from hyper_parallel.core.execution.apply import Execution, apply_plan, execution_of
 from hyper_parallel.core.execution.apply import restore as restore_model
 from hyper_parallel.core.fsdp import build, clip
 from hyper_parallel.core.fsdp.unit import units_of
@@ -183,6 +184,50 @@ def value_and_grad(
     if not parameters:
         raise ConfigError("value_and_grad: there is no parameter to take a gradient of")
     return backends.of_tensor(parameters[0]).autograd.value_and_grad(function, parameters)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, model: Module, *, reduction: str = "mean", ignore_index: int = -100
+) -> Tensor:
+    """The cross entropy of what `model` gives, whether or not its plan cuts the vocabulary over ranks.
+
+    A rank that holds a part of the vocabulary gets the loss of the whole: no rank gathers the logits, the ranks
+    exchange a few numbers for each token, and backward exchanges nothing. The loss is the same on every tensor rank,
+    and logits get the gradient that they would have on one device. All tensor ranks call together, with equal targets.
+
+    Args:
+        logits: `[..., V]`, floating, as the output head of `model` returns them on this rank: all entries of the
+            vocabulary, or this rank's part. Computed in float32 at least.
+        targets: `[...]`, whole numbers: ids of the whole vocabulary, whatever part the rank holds.
+        model: the model that gave the logits, parallelized or not, or a module around it.
+        reduction: "sum" over the tokens that count, or their "mean", which is NaN (with a gradient of zeros) when no
+            token counts.
+        ignore_index: tokens with this target count nothing.
+
+    Returns:
+        A scalar, of float64 for float64 logits, else of float32.
+
+    Raises:
+        ConfigError: a wrong dtype or argument, a target that is no entry of the vocabulary, or several parallelized
+            models in `model`; nothing is sent then.
+        LayoutError: shapes that do not fit each other, or the part of the vocabulary that the plan gives this rank.
+        ContractError: the plan hands logits on in a layout that has no loss.
+    """
+    backend = backends.of_model(model)
+    execution = execution_of(model) or _execution_inside(backend, model)
+    if execution is None:
+        return loss.whole_cross_entropy(backend, logits, targets, reduction, ignore_index)
+    return loss.planned_cross_entropy(execution.backend, execution.plan, logits, targets, reduction, ignore_index)
+
+
+def _execution_inside(backend: Backend, model: Module) -> Execution | None:
+    """The plan that is carried out on the one module inside of `model` that has been parallelized, if one has."""
+    found = {name: execution_of(module) for name, module in backend.modules.named_modules(model)}
+    executions = {id(each): each for each in found.values() if each is not None}
+    if len(executions) > 1:
+        names = [name for name, each in found.items() if each is not None]
+        raise ConfigError(f"cross_entropy: `model` holds several parallelized models, {names}; pass one of them")
+    return next(iter(executions.values()), None)
 
 
 def clip_grad_norm_(model: Module, gradients: Sequence[Tensor | None], max_norm: float) -> float:

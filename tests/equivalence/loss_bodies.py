@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
+import hyper_parallel
 from hyper_parallel.core.backend import Backend, Group
-from hyper_parallel.core.errors import HyperParallelError
+from hyper_parallel.core.errors import ConfigError, HyperParallelError
 from hyper_parallel.core.execution.loss import vocabulary_cross_entropy
+from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.regions import chunk_bounds
+from tests.equivalence.decoder_bodies import build
 
 
 @dataclass(frozen=True)
@@ -170,3 +174,53 @@ def changed_afterwards(backend: Backend, case: Case) -> np.ndarray:
     loss.backward(retain_graph=True)
     loss.backward()  # the first backward has changed nothing that the second one needs
     return backend.tensors.to_numpy(leaf.grad)
+
+
+# The loss of a model
+
+
+def model_losses(
+    backend: Backend, config: dict, weights: dict, ids: np.ndarray, mesh: DeviceMesh, overrides: dict | None = None
+) -> tuple[list, list]:
+    """(Loss, gradients by name) of our decoder before it is parallelized and after, on this rank's samples of `ids`.
+
+    Gradients of the parallelized model are the rank's own parts, with their layouts."""
+    tensors, rank = backend.tensors, backend.collectives.rank()
+    decoder = build(backend, config, weights)
+    before = _model_loss(backend, decoder, decoder, tensors.from_numpy(ids))
+    hyper_parallel.parallelize(decoder, hyper_parallel.plan(decoder, mesh, overrides))
+    own = Layout(mesh, {"shard": Shard(0)} if "shard" in mesh.names else {}, ids.shape).shard(ids, rank)
+    after = _model_loss(backend, decoder, decoder, tensors.from_numpy(own))
+    return before, after
+
+
+def _model_loss(backend: Backend, decoder: Any, around: Any, tokens: Any) -> list:
+    trained = hyper_parallel.trainable_parameters(decoder)
+
+    def loss() -> Any:
+        return hyper_parallel.cross_entropy(decoder(tokens)[:, :-1], tokens[:, 1:], around)
+
+    value, gradients = backend.autograd.value_and_grad(loss, [parameter for _, parameter in trained])()
+    return [
+        float(backend.tensors.to_numpy(value)),
+        {
+            name: (backend.tensors.to_numpy(gradient), hyper_parallel.layout_of(parameter))
+            for (name, parameter), gradient in zip(trained, gradients, strict=True)
+        },
+    ]
+
+
+def losses_through_wrappers(backend: Backend, config: dict, weights: dict, ids: np.ndarray, mesh: DeviceMesh) -> tuple:
+    """In PyTorch: the loss by a module around the model, and the message where there are two models."""
+    import torch
+
+    first, second = (build(backend, config, weights) for _ in range(2))
+    tokens = backend.tensors.from_numpy(ids)
+    hyper_parallel.parallelize(first, hyper_parallel.plan(first, mesh))
+    value, _ = _model_loss(backend, first, torch.nn.Sequential(first), tokens)
+    hyper_parallel.parallelize(second, hyper_parallel.plan(second, mesh))
+    try:
+        _model_loss(backend, first, torch.nn.ModuleDict({"actor": first, "critic": second}), tokens)
+    except ConfigError as error:
+        return value, str(error)
+    raise AssertionError("two models were not refused")

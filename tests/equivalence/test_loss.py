@@ -7,6 +7,8 @@ import pytest
 
 from hyper_parallel import DeviceMesh
 from hyper_parallel.core.regions import chunk_bounds
+from hyper_parallel.models.config import DecoderConfig
+from hyper_parallel.models.weights import initial_weights
 from tests.equivalence import loss_bodies as bodies
 from tests.equivalence.loss_bodies import Case
 
@@ -175,4 +177,56 @@ def test_mistakes_are_refused_before_anything_is_sent(pool, backend_name):
     assert messages["ignore_index"] == (
         "ConfigError",
         "cross_entropy: ignore_index is None; write a whole number, as -100",
+    )
+
+
+# The loss of a model
+
+DECODER = {
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "initializer_range": 0.2,
+}
+IDS = np.random.default_rng(40).integers(0, 97, (4, 9))
+
+
+def decoder_weights(tied=False):
+    config = DECODER | {"tie_word_embeddings": tied}
+    return config, initial_weights(DecoderConfig(**config), seed=1)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [DeviceMesh((2,), ("tensor",)), DeviceMesh((4,), ("tensor",)), DeviceMesh((2, 2), ("shard", "tensor"))],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_parallelized_model_has_the_loss_and_the_gradients_of_one_device(pool, mesh, tied):
+    config, weights = decoder_weights(tied)
+    found = pool("torch", mesh.size).run(bodies.model_losses, config, weights, IDS, mesh)
+    whole, gradients = found[0][0]
+    # A rank has the mean of its own samples, all of one length.
+    np.testing.assert_allclose(np.mean([after[0] for _, after in found]), whole, rtol=1e-6)
+    for rank, (_, (value, parts)) in enumerate(found):
+        assert value == found[mesh.group_of(rank, ["tensor"])[0]][1][0], "the same on all tensor ranks"
+        for name, (part, layout) in parts.items():
+            expected = layout.shard(gradients[name][0], rank)
+            # float32, two layers: some hundred roundings of 6e-8 of the largest.
+            np.testing.assert_allclose(part, expected, rtol=0, atol=1e-5 * abs(gradients[name][0]).max(), err_msg=name)
+
+
+def test_a_module_around_the_model_will_do_if_it_holds_no_other(pool):
+    config, weights = decoder_weights()
+    mesh = DeviceMesh((2,), ("tensor",))
+    ((value, message), _) = pool("torch", 2).run(bodies.losses_through_wrappers, config, weights, IDS, mesh)
+    (((whole, _), _), _) = pool("torch", 2).run(bodies.model_losses, config, weights, IDS, mesh)
+    np.testing.assert_allclose(value, whole, rtol=1e-6)
+    assert message == (
+        "cross_entropy: `model` holds several parallelized models, ['actor', 'critic']; pass one of them"
     )
