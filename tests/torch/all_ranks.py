@@ -155,6 +155,7 @@ class RankModel:
                 continue
             self.modules[each.module].register_forward_pre_hook(self._own_slopes, with_kwargs=True)
             below = [m for name, m in self.modules.items() if f"{name}.".startswith(f"{each.module}.")]
+            below = [module for module in below if not self._is_whole(module)]  # such as what only chooses keys
             for module in below:
                 for name, value in list(vars(module).items()):
                     if name in HEADS | WIDTHS and isinstance(value, int) and value > 1:
@@ -166,6 +167,12 @@ class RankModel:
                 norm = each.name.replace("k_proj", "k_norm")  # over all heads, so the choice comes after it
                 wide = norm != each.name and self._role(norm) == "wide_norm"
                 self._pick_head(each.shape[0], norm if wide else each.name)
+
+    def _is_whole(self, module: nn.Module) -> bool:
+        """It has parameters, and none of them is cut."""
+        cut = {id(self.local[each.name]) for each in self.plan.parameters if "tensor" in each.placements}
+        own = {id(each) for each in module.parameters()}
+        return bool(own) and not own & cut
 
     def _own_slopes(self, _, args, kwargs):
         """A bias for each head that the model makes outside of attention, [heads, ..] or [batch * heads, ..]."""

@@ -44,6 +44,18 @@ LATENT = EACH | {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
+INDEX = EXPERTS | LATENT | SHARED | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 3}
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 2,
+}
+KIMI = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 2, "kda_layers": [1], "full_attn_layers": [2]}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 SHORT = EACH | {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 4}
 
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -66,8 +78,13 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gpt_neox": ("gpt_neox", {}),
     "falcon with one key": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1}),
     "falcon with groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 4}),
+    "falcon with fewer groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "olmo2": ("olmo2", {}),
     "gpt_oss": ("gpt_oss", HEAD | EXPERTS),
+    "apertus": ("apertus", {}),
+    "deepseek_v32": ("deepseek_v32", INDEX),
+    "qwen3_next": ("qwen3_next", HEAD | EXPERTS | SHARED_EXPERT | DELTA_NET),
+    "qwen3_5": ("qwen3_5_text", HEAD | DELTA_NET),
 }
 """Those that have to be planned without an override: on two and four ranks, with sequence parallelism and without."""
 
@@ -97,8 +114,24 @@ OTHERS: dict[str, tuple[str, dict]] = {
         (HEAD | EXPERTS | SHARED | {"max_window_layers": 2, "sliding_window": None}, "dots1"),
         (HEAD | {"num_experts": 4, "moe_topk": 2}, "hunyuan_v1_moe"),
         (EXPERTS | {"layer_types": ["full_attention"] * 2}, "lfm2_moe"),
+        ({}, "apertus1p5_text"),
+        (SHORT, "codegen"),
+        (HEAD | EXPERTS, "beam"),
+        (HEAD | EXPERTS | SHARED_EXPERT, "kolibri1"),
+        (HEAD | EXPERTS | {"dense_intermediate_size": 48, "shared_intermediate_size": 24}, "minimax_m3_vl_text"),
+        (HEAD | EXPERTS | SHARED_EXPERT | {"num_attention_heads_per_layer": [4, 4]}, "laguna"),
+        (INDEX | {"indexer_types": ["full", "shared"]}, "glm_moe_dsa"),
+        (HEAD | EXPERTS | SHARED_EXPERT | DELTA_NET, "lara_mini qwen3_5_moe_text"),
+        (DELTA_NET, "olmo_hybrid"),
+        (EXPERTS | LATENT | SHARED | {"layer_types": DELTA_NET["layer_types"]}, "bailing_hybrid"),
+        (EXPERTS | LATENT | SHARED | {"linear_attn_config": KIMI}, "kimi_linear"),
+        (HEAD | EXPERTS | {"layer_types": DELTA_NET["layer_types"], "block_size": 4}, "minimax"),
+        (HEAD | CONVOLUTION | {"conv_bias": True}, "lfm3"),
     )
     for name in names.split()
+} | {
+    "lfm2 with convolutions": ("lfm2", CONVOLUTION),
+    "lfm2_moe with convolutions": ("lfm2_moe", EXPERTS | CONVOLUTION),
 }
 
 
@@ -169,6 +202,8 @@ NOT_RUN = {
     "emu3": "its images' tokenizer is made at full size",
     "gpt-sw3": "is gpt2",
     "llama4": "its text model is llama4_text",
+    "qwen3_5": "its text model is qwen3_5_text",
+    "qwen3_5_moe": "its text model is qwen3_5_moe_text",
 }
 """Types that are planned, and not carried out here: why not."""
 
@@ -191,6 +226,9 @@ WHOLE = {
     "router_bias",
     "router_correction",
     "shared_expert_gate",
+    "index",
+    "mixer_inner",
+    "activation",
 }
 """Roles that `tensor` leaves whole; of others only biases are, behind a weight that is cut along its inputs."""
 

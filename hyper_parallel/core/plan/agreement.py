@@ -6,7 +6,7 @@ from typing import Iterable, Iterator
 
 from hyper_parallel.core.plan.assignment import Assignment
 from hyper_parallel.core.plan.model import ParameterDescription
-from hyper_parallel.core.plan.names import Name
+from hyper_parallel.core.plan.names import Name, acts_in
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.sizes import Path
 
@@ -19,8 +19,9 @@ _OPENING = {
         ({"qkv"}, {"query", "key", "value"}, {"query_up", "key_value_up"}, {"query", "key_value_up"}),
         "q, k, v",
     ),
+    "mixer": (({"mixer_input"},), "what opens the mixer"),
 }
-_CLOSING = {"mlp": "down", "experts": "expert_down", "attention": "attention_output"}
+_CLOSING = {"mlp": "down", "experts": "expert_down", "attention": "attention_output", "mixer": "mixer_output"}
 
 
 def disagreements(known: Iterable[Known]) -> Iterator[tuple[str, str]]:
@@ -32,8 +33,7 @@ def disagreements(known: Iterable[Known]) -> Iterator[tuple[str, str]]:
         weights[name.path, name.leaf] = each
         family = ROLES[role.role].boundary
         if family in _CLOSING:
-            holder = name.path[:-1] if name.leaf in ("weight", "bias") else name.path
-            modules.setdefault((holder, family), []).append(each)
+            modules.setdefault((acts_in(name), family), []).append(each)
     for each in weights.values():
         reason = _bias(each, weights)
         if reason:
@@ -88,7 +88,9 @@ def _strip(names: list[str], members: list[Known]) -> Iterator[Path]:
 
 
 def _widths(family: str, members: list[Known]) -> str | None:
-    """Inner features must be as many on the way in as on the way out."""
+    """Inner features must be as many on the way in as on the way out; a mixer makes others of them."""
+    if family == "mixer":
+        return None
     widths: dict[str, int] = {}
     for name, parameter, role in members:
         width = _width(family, parameter, role)

@@ -15,7 +15,8 @@ class FusedAttention:
     """Rows of a fused projection to queries, keys and values.
 
     "concatenated": all queries, all keys, all values. "grouped": for each key/value head its queries, its key, its
-    value, so that a contiguous cut between groups is a cut between heads. `key_value_heads` is "one", "each" (as many
+    value, so that a contiguous cut between groups is a cut between heads. "woven": in an order that no cut respects, or
+    whose cut the module's code would not follow. `key_value_heads` is "one", "each" (as many
     as query heads) or the configuration's key that holds the number. `when` are configuration values without which the
     entry does not hold.
     """
@@ -50,6 +51,8 @@ FUSED_ATTENTION: tuple[FusedAttention, ...] = (
         "concatenated", "one", _FALCON, ("falcon",), {"new_decoder_architecture": False, "multi_query": True}
     ),
     FusedAttention("grouped", "each", _FALCON, ("falcon",), {"new_decoder_architecture": False, "multi_query": False}),
+    # Four groups of queries, values and keys, and a number of groups that is fixed in the code.
+    FusedAttention("woven", "each", ("CodeGenAttention",), ("codegen",)),
     FusedAttention("concatenated", "one", _BIGCODE, ("gpt_bigcode",), {"multi_query": True}),
     FusedAttention("grouped", "each", _BIGCODE, ("gpt_bigcode",), {"multi_query": False}),
 )
@@ -63,7 +66,10 @@ class FusedGate:
     model_types: tuple[str, ...]
 
 
-FUSED_GATES: tuple[FusedGate, ...] = (FusedGate(("Phi3MLP", "GlmMLP", "Glm4MLP"), ("phi3", "glm", "glm4")),)
+FUSED_GATES: tuple[FusedGate, ...] = (
+    FusedGate(("Phi3MLP", "GlmMLP", "Glm4MLP"), ("phi3", "glm", "glm4")),
+    FusedGate(("MiniMaxM3VLDenseMLP",), ()),
+)
 
 
 @dataclass(frozen=True)
@@ -114,12 +120,15 @@ PACKED_EXPERTS: tuple[PackedExperts, ...] = (
             "HYV4Experts",
             "JambaExperts",
             "KimiLinearExperts",
+            "Kolibri1Experts",
             "LagunaExperts",
+            "LaraMiniExperts",
             "Lfm2MoeExperts",
             "MellumExperts",
             "MiMoV2FlashExperts",
             "MiniMaxExperts",
             "MiniMaxM2Experts",
+            "MiniMaxM3VLExperts",
             "Mistral4Experts",
             "MixtralExperts",
             "OlmoeExperts",
@@ -137,6 +146,27 @@ PACKED_EXPERTS: tuple[PackedExperts, ...] = (
     PackedExperts(("AriaExperts", "Llama4TextExperts"), transposed=True),
     PackedExperts(("GptOssExperts",), transposed=True, interleaved=2),
 )
+
+MIXERS: tuple[str, ...] = (
+    "BailingHybridDeltaAttention",
+    "KimiLinearDeltaAttention",
+    "LaraMiniGatedDeltaNet",
+    "Lfm2MoeShortConv",
+    "Lfm2ShortConv",
+    "Lfm3ShortConv",
+    "MiniMaxLightningAttention",
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet",
+)
+"""Mixers of tokens that call their linears as modules, so that what these give can be gathered before all else.
+
+Mamba's are none of them: their kernels take the weight of the last linear, and no boundary lies before that."""
+
+INDEXES: tuple[str, ...] = ("DeepseekV32Indexer", "GlmMoeDsaIndexer")
+"""Modules inside of attention that only choose keys, from hidden states and latents that every rank has, without a
+gradient."""
 
 GATED_QUERIES: frozenset[str] = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
 """Attention whose query projection gives, head by head, a query and a gate of the same size."""

@@ -11,6 +11,7 @@ from hyper_parallel.core.plan.role_rules import ROLES
 
 TYPES: dict[str, str] = {
     "attention": "takes hidden states, mixes them across positions, gives hidden states",
+    "mixer": "takes hidden states, mixes them across positions by a recurrence or a convolution, gives hidden states",
     "mlp": "takes hidden states through inner features to hidden states",
     "up": "hidden states to inner features: the first half of an mlp that no module holds as a whole",
     "down": "inner features to hidden states: the second half of such an mlp",

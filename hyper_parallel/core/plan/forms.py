@@ -111,6 +111,31 @@ def head_vector(match: Match) -> Fields:
     return {"output_dim": 0, "heads": heads.query, "why": f"{heads.query} heads"}
 
 
+def gate(match: Match) -> Fields:
+    """A weight [gates, in]: a gate for each head, or for each of its features."""
+    heads = match.sizes.heads(match.anchor)
+    each = heads.query_size if heads.value_size is None else heads.value_size
+    count = match.shape[0] if match.shape else 0
+    if not heads.query or count not in (heads.query, heads.query * (each or 0)):
+        raise Contradiction(
+            f"{match.parameter.name} {list(match.shape)} has {count} gates; expected one for each of {heads.query} "
+            f"heads, or for each of their {each} features"
+        )
+    return _dims(match, None, _size(match, match.rule.input)) | {"heads": heads.query}
+
+
+def one_number(match: Match) -> Fields:
+    """One element, in whatever shape."""
+    if match.parameter.numel != 1:
+        raise Contradiction(f"{match.parameter.name} {list(match.shape)} has {match.parameter.numel} elements, not one")
+    return {"why": "one number"}
+
+
+def any_shape(match: Match) -> Fields:
+    """What no axis cuts, and what every rank uses as it is."""
+    return {"why": f"{match.owner} of shape {list(match.shape)}, kept whole"}
+
+
 def query_norm(match: Match) -> Fields:
     """A norm of queries: [head size], [heads * head size] or [heads, head size]."""
     return _norm_of_heads(match, match.sizes.heads(match.anchor).query, "q_proj")
@@ -157,6 +182,8 @@ def fused_attention(match: Match) -> Fields:
     words = f"{count} query and {shared} key/value heads of {each}, {entry.order}"
     _expect(match, fields["output_dim"], Size((count + 2 * shared) * each, words))
     fields["why"] = f"{words}: {rows} features"
+    if entry.order == "woven":
+        return fields | {"heads": 1}
     if entry.order == "grouped":
         return fields | {"heads": shared}
     blocks = (count, shared, shared)
@@ -278,6 +305,9 @@ FORMS: dict[str, Callable[[Match], Fields]] = {
     "positions": positions,
     "vector": vector,
     "heads": head_vector,
+    "gate": gate,
+    "one number": one_number,
+    "any": any_shape,
     "query norm": query_norm,
     "key norm": key_norm,
     "fused attention": fused_attention,

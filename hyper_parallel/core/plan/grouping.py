@@ -7,7 +7,7 @@ from typing import Iterator
 
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.model import ModelDescription
-from hyper_parallel.core.plan.names import Name, parse
+from hyper_parallel.core.plan.names import Name, acts_in, parse
 from hyper_parallel.core.plan.role_rules import LIST_CLASSES, ROLES
 from hyper_parallel.core.plan.sizes import Path
 
@@ -77,8 +77,8 @@ def _place(name: Name, family: str, model: ModelDescription) -> str:
         return _experts_module(name, model)
     if family == "router":
         return name.module(_router_depth(name.path))
-    if family in ("attention", "mlp") and name.leaf in ("weight", "bias"):
-        return name.module(depth - 1)
+    if family in ("attention", "mixer", "mlp"):
+        return name.module(len(acts_in(name)))
     return name.module(depth)
 
 

@@ -177,7 +177,7 @@ def _partners(draft: Draft) -> Iterator[Finding]:
 
 def _is_featured(member: Member) -> bool:
     """Works on features, heads or a vocabulary that `tensor` cuts; not so a bias that is added after a reduction."""
-    return member.tensor in ("output", "heads", "vocabulary") or (
+    return member.tensor in ("output", "heads", "gathered", "vocabulary") or (
         member.tensor == "input" and member.assignment.input_dim is not None
     )
 
@@ -214,7 +214,7 @@ def _roles_taken(draft: Draft) -> Iterator[Finding]:
             continue
         target, fix = name, "{role: auto}"
         cut, axis = [], "tensor"
-        if kind.tensor in ("output", "heads", "input"):
+        if kind.tensor in ("output", "heads", "gathered", "input"):
             cut = around.partners(name)
         elif kind.boundary == "wide_norm":
             cut = around.attention(name)

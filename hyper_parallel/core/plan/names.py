@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hyper_parallel.core.plan.role_rules import ADAPTERS, LEAVES, NAMED_WRAPPERS, WRAPPERS
+from hyper_parallel.core.plan.role_rules import ADAPTERS, INSIDE, LEAVES, NAMED_WRAPPERS, WRAPPERS
 
 
 class Name(NamedTuple):
@@ -31,6 +31,15 @@ class Name(NamedTuple):
         if depth < len(self.path):
             return ".".join(self.raw[: self.ends[depth]])
         return self.module(depth) if self.adapter else ".".join(self.raw[:-1])
+
+
+def acts_in(name: Name) -> tuple[str, ...]:
+    """The logical path of the module that a parameter works in with others: that around its linear, or its own where it
+    stands bare; not a helper whose parameters act in the module around it."""
+    depth = len(name.path) - (name.leaf in ("weight", "bias"))
+    while depth > 1 and name.path[depth - 1] in INSIDE:
+        depth -= 1
+    return name.path[:depth]
 
 
 _SPECIAL = WRAPPERS | NAMED_WRAPPERS | ADAPTERS.keys()

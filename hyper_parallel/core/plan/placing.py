@@ -93,6 +93,9 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
     problems = tuple(_tensor_problems(parameter, assignment, size, ranks))
     if assignment.role in ("key", "value") and has_few_heads(assignment, around.mesh) and not problems:
         return Placed(notes=(f"{assignment.heads} key/value heads for {ranks} tensor ranks: kept whole",))
+    if how == "gathered" or (assignment.role == "qkv" and assignment.heads and assignment.heads % ranks):
+        note = "" if how == "gathered" else f"{assignment.heads} groups of heads for {ranks} tensor ranks: "
+        return Placed({"tensor": Shard(dim)}, gathers=True, notes=(f"{note}cut as one, and its output is gathered",))
     if how in ("output", "heads") and len(assignment.packing) > 1:
         if len(set(assignment.packing)) == 1:
             return Placed({"tensor": StridedShard(dim, len(assignment.packing))}, problems=problems)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hyper_parallel.core.plan.architectures import INDEXES, MIXERS
+
 
 @dataclass(frozen=True)
 class RoleKind:
@@ -11,7 +13,8 @@ class RoleKind:
 
     `boundary` is the kind of boundary that a parameter of this role belongs to. `tensor` says what the `tensor` axis
     does to it: "vocabulary" (cut along `vocab_dim`), "output" (along `output_dim`), "heads" (the same, whole heads
-    only), "input" (along `input_dim`; what has none, as a bias, stays whole and is added once), "whole". `pending`:
+    only), "gathered" (along `output_dim`, and every rank gets all that the ranks compute), "input" (along `input_dim`;
+    what has none, as a bias, stays whole and is added once), "whole". `pending`:
     kept whole, but used between parameters that are cut, so that each rank of the axis computes only a part of its
     gradient.
     """
@@ -42,10 +45,15 @@ ROLES: dict[str, RoleKind] = {
     "query_up": RoleKind("latent to queries", "attention", "heads"),
     "key_value_up": RoleKind("latent to keys and values", "attention", "heads"),
     "sink": RoleKind("a logit for each head that takes attention away", "attention", "heads"),
+    "index": RoleKind("chooses the keys that attention looks at, and gets no gradient", "attention", "whole"),
+    "mixer_input": RoleKind("hidden states to what a mixer of tokens works on", "mixer", "gathered"),
+    "mixer_inner": RoleKind("between both, where a mixer has all its features", "mixer", "whole"),
+    "mixer_output": RoleKind("mixed features to hidden states", "mixer", "input"),
     "gate": RoleKind("hidden states to gates on the inner features", "mlp", "output"),
     "up": RoleKind("hidden states to the inner features", "mlp", "output"),
     "gate_up": RoleKind("hidden states to gates and inner features", "mlp", "output"),
     "down": RoleKind("inner features to hidden states", "mlp", "input"),
+    "activation": RoleKind("one number that bends the activation of all inner features", "mlp", "whole", True),
     "router": RoleKind("hidden states to a score for each expert", "router", "whole", True),
     "router_bias": RoleKind("added to the scores of the experts", "router", "whole", True),
     "router_correction": RoleKind("added to the scores only when experts are chosen", "router", "whole"),
@@ -101,12 +109,32 @@ RULES: tuple[Rule, ...] = (
         output="vocabulary",
         where=("outside of repeated blocks",),
     ),
+    # Mixers of tokens that are no softmax attention, of classes that are known: before attention, whose names they use.
+    Rule(
+        "@mixer.in_proj|in_proj_qkv|in_proj_qkvz|in_proj_z|in_proj_a|in_proj_b|in_proj_ba.weight|bias",
+        "mixer_input",
+        input="hidden",
+    ),
+    Rule(
+        "@mixer.q_proj|k_proj|v_proj|qkv_proj|a_proj|b_proj|g_proj|g_a_proj|output_gate.weight",
+        "mixer_input",
+        input="hidden",
+    ),
+    Rule("@mixer.forget_gate.f_proj|f_a_proj.weight", "mixer_input", input="hidden"),
+    Rule(f"@mixer.out_proj|o_proj.{LINEAR}", "mixer_output", output="hidden"),
+    Rule("@mixer.conv|conv1d|norm|o_norm|g_b_proj.weight|bias", "mixer_inner", "any"),
+    Rule("@mixer.A_log|dt_bias", "mixer_inner", "any"),
+    Rule("@mixer.forget_gate.A_log|dt_bias", "mixer_inner", "any"),
+    Rule("@mixer.forget_gate.f_b_proj.weight", "mixer_inner", "any"),
     # Attention.
+    Rule("@attention.@index.wq_b|wk|weights_proj|k_norm.weight|bias", "index", "any"),
     Rule(f"@attention.q_proj|wq|query|query_proj.{LINEAR}", "query", output="query", input="hidden"),
     Rule(f"@attention.k_proj|wk|key|key_proj.{LINEAR}", "key", output="key", input="hidden"),
     Rule(f"@attention.v_proj|wv|value|value_proj.{LINEAR}", "value", output="value", input="hidden"),
     Rule(f"@attention.o_proj|out_proj|wo|dense|c_proj.{LINEAR}", "attention_output", output="hidden", input="mixed"),
     Rule(f"@attention.gate_proj.{LINEAR}", "attention_gate", output="mixed", input="hidden"),
+    Rule("@attention.gate_bias", "attention_gate", "heads"),
+    Rule("@attention.g_proj.weight", "attention_gate", "gate", input="hidden"),
     Rule(f"@attention.qkv_proj|query_key_value|c_attn|Wqkv.{LINEAR}", "qkv", "fused attention", input="hidden"),
     Rule(f"@attention.q_a_proj.{LINEAR}", "latent", output="query latent", input="hidden"),
     Rule(f"@attention.kv_a_proj_with_mqa.{LINEAR}", "latent", output="latent and rope", input="hidden"),
@@ -148,6 +176,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"@mlp.w2.{LINEAR}", "down", output="hidden"),
     Rule(f"#.fc1.{LINEAR}", "up", input="hidden"),
     Rule(f"#.fc2.{LINEAR}", "down", output="hidden"),
+    Rule("@mlp.act_fn.alpha_p|alpha_n", "activation", "one number"),
     # Norms go by their class: their names are many.
     Rule(
         f"*.{LINEAR}",
@@ -180,8 +209,13 @@ KINDS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
         ),
         ("*MLP", "*Mlp", "*FeedForward", "*FFN", "*MoE", "*Moe", "*MoeBlock", "*MoEBlock"),
     ),
+    "mixer": (frozenset(), MIXERS),
+    "index": (frozenset(), INDEXES),
 }
 """Kinds of modules: by their usual names, or by their class."""
+
+INSIDE = frozenset({"act_fn", "forget_gate", "indexer"})
+"""Modules whose parameters act in the one around them."""
 
 OTHER_ATTENTION = frozenset({"encoder_attn", "cross_attn", "crossattention", "cross_attention", "inter_attention"})
 """Attention to something else than the tokens before: not planned, whatever its class."""

@@ -108,10 +108,12 @@ class Streams:
 @dataclass(frozen=True)
 class Scope:
     """What a group acts in: the `block` around experts, their router and shared experts ("" where it is in none), and
-    whether `tensor` cuts anything in there; outside of blocks, anything of the group, or of the attention around it."""
+    whether `tensor` cuts anything in there; outside of blocks, anything of the group, or of the attention around it.
+    With `whole` every rank has all features inside."""
 
     block: str
     cut: bool
+    whole: bool = False
 
 
 def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member]) -> dict[str, Scope]:
@@ -131,7 +133,7 @@ def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[s
         elif kinds[module] == "wide_norm":
             around = (each for each in _above(module) if kinds.get(each) == "attention")
             own = any(cut[each] for each in around)
-        found[module] = Scope(block, own)
+        found[module] = Scope(block, own, whole=kinds[module] == "mixer")
     return found
 
 
@@ -193,8 +195,11 @@ def _expert_block(scope: Scope, streams: Streams) -> BoundaryPlan:
 
 def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     """Attention and feed-forward layers: what cuts outputs reads hidden states, what cuts inputs writes them."""
-    kind = "attention" if any(ROLES[m.assignment.role].boundary == "attention" for m in own) else "mlp"
-    readers = [m for m in own if m.tensor in ("output", "heads", "whole") and m.assignment.input_dim is not None]
+    families = {ROLES[m.assignment.role].boundary for m in own}
+    kind = next((each for each in ("attention", "mixer") if each in families), "mlp")
+    readers = [
+        m for m in own if m.tensor in ("output", "heads", "gathered", "whole") and m.assignment.input_dim is not None
+    ]
     writers = [m for m in own if m.tensor == "input" and m.assignment.input_dim is not None]
     cut, adds = any(m.is_cut for m in own), group.class_name in RESIDUAL_INSIDE
     outside = streams.inside if scope.block else streams.outside
@@ -213,12 +218,19 @@ def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> 
         width = readers[0].width(readers[0].assignment.output_dim)
         lies = streams.features if cut else streams.inside
         outputs.append(streams.contract("features", lies, lies, width))
-    opaque = kind == "attention" and "context" in active(streams.mesh)
-    note = "keys and values of the whole sequence are exchanged over context" if opaque else ""
+    opaque = kind in _EXCHANGED and "context" in active(streams.mesh)
+    note = f"{_EXCHANGED[kind]} over context" if opaque else ""
     yield BoundaryPlan(group.module, kind, tuple(inputs), tuple(outputs), "opaque" if opaque else "checked", note)
     if writers and adds:
         yield from _summed(writers, streams, made, handed)
     yield from _gathered(own, writers, streams)
+
+
+_EXCHANGED = {
+    "attention": "keys and values of the whole sequence are exchanged",
+    "mixer": "what a mixer knows of the tokens before is handed on",
+}
+"""What a module exchanges by itself between parts of the sequence."""
 
 
 def _summed(writers: Sequence[Member], streams: Streams, made: ByAxis, handed: ByAxis) -> Iterator[BoundaryPlan]:
@@ -230,7 +242,8 @@ def _summed(writers: Sequence[Member], streams: Streams, made: ByAxis, handed: B
 
 
 def _gathered(own: Sequence[Member], writers: Sequence[Member], streams: Streams) -> Iterator[BoundaryPlan]:
-    """A fused projection whose blocks can't be cut alike: computed in parts, used as a whole."""
+    """Projections that are computed in parts and used as a whole: fused ones whose blocks can't be cut alike, and
+    those of a mixer."""
     for member in own:
         if not member.placed.gathers or member.assignment.input_dim is None or not member.linear:
             continue
@@ -238,12 +251,14 @@ def _gathered(own: Sequence[Member], writers: Sequence[Member], streams: Streams
         hidden = streams.contract("hidden", streams.inside, streams.inside, pending=True, inner=True)
         whole = streams.contract("features", streams.features, streams.inside, width)
         yield BoundaryPlan(member.linear, "projection", (hidden,), (whole,))
-        for writer in (each for each in writers if each.linear):
-            features = streams.contract(
-                "features", streams.inside, streams.features, writer.width(writer.assignment.input_dim)
-            )
-            summand = streams.contract("hidden", streams.pending, streams.pending)
-            yield BoundaryPlan(writer.linear, "projection", (features,), (summand,))
+    if not any(member.placed.gathers for member in own):
+        return
+    for writer in (each for each in writers if each.linear):
+        features = streams.contract(
+            "features", streams.inside, streams.features, writer.width(writer.assignment.input_dim)
+        )
+        summand = streams.contract("hidden", streams.pending, streams.pending)
+        yield BoundaryPlan(writer.linear, "projection", (features,), (summand,))
 
 
 def _wide_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
@@ -319,6 +334,7 @@ def _inside_other(group: Group, own: list[Member], streams: Streams, scope: Scop
 
 _TEMPLATES = {
     "attention": _linear,
+    "mixer": _linear,
     "mlp": _linear,
     "up": _linear,
     "down": _linear,
