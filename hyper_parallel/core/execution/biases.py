@@ -37,6 +37,7 @@ def _weights_of(facts: Facts, parameter: ParameterPlan) -> Iterator[ParameterPla
 
 def _add_once(facts: Facts, found: Adaptations, parameter: ParameterPlan) -> None:
     if ROLES[parameter.role].boundary == "experts":
+        found.shares.add(parameter.name)
         if facts.place:
             for use in facts.uses[parameter.name]:
                 found.show_instead(use.owner, use.attribute, _zeros(facts, parameter))

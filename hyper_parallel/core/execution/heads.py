@@ -6,7 +6,6 @@ from typing import Iterator
 
 from hyper_parallel.core.backend import Module, Tensor
 from hyper_parallel.core.execution.adaptations import Adaptations
-from hyper_parallel.core.execution.boundary import Change, ChangeArguments
 from hyper_parallel.core.execution.facts import Facts, is_cut, is_in
 from hyper_parallel.core.plan.model_json import config_of
 from hyper_parallel.core.plan.plan import ParameterPlan
@@ -46,7 +45,7 @@ def find_heads(facts: Facts, found: Adaptations) -> None:
             for path, module in below:
                 _count(facts, found, path, module, _key_heads(facts, kept[0]) if kept else None)
             if slopes is not None:
-                found.arguments.setdefault(name, []).append(_own_slopes(slopes, facts.place, facts.ranks))
+                found.arguments.setdefault(name, []).append(OwnSlopes(slopes, facts.place, facts.ranks))
             for parameter in kept:
                 _pick(facts, found, name, parameter)
 
@@ -91,19 +90,22 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _own_slopes(heads: int, place: int, ranks: int) -> ChangeArguments:
-    start, stop = chunk_bounds(heads, ranks, place)
+class OwnSlopes:
+    """Of something for each of all heads, `[heads, ...]` or `[samples * heads, ...]`, what belongs to a rank's own."""
 
-    def change(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def __init__(self, heads: int, place: int, ranks: int):
+        self.heads = heads
+        self._start, self._stop = chunk_bounds(heads, ranks, place)
+
+    def __call__(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of attention with its own heads' part."""
         for key in SLOPES:
             value = kwargs.get(key)
-            if value is not None and value.shape[0] % heads == 0:
+            if value is not None and value.shape[0] % self.heads == 0:
                 rest = tuple(value.shape[1:])
-                own = value.reshape((-1, heads, *rest))[:, start:stop].reshape((-1, *rest))
+                own = value.reshape((-1, self.heads, *rest))[:, self._start : self._stop].reshape((-1, *rest))
                 kwargs = {**kwargs, key: own}
         return args, kwargs
-
-    return change
 
 
 def _key_heads(facts: Facts, parameter: ParameterPlan) -> int | None:
@@ -139,7 +141,7 @@ def _pick(facts: Facts, found: Adaptations, attention: str, parameter: Parameter
     module = parameter.name.rpartition(".")[0]
     if parameter.role == "key":
         module = next(_norms_of_keys(facts, attention), module)  # it needs all heads, so the choice comes after it
-    found.handed_on.setdefault(module, []).append(_features_of(index * size, size))
+    found.handed_on.setdefault(module, []).append(OwnHead(index * size, size))
 
 
 def _norms_of_keys(facts: Facts, attention: str) -> Iterator[str]:
@@ -149,8 +151,13 @@ def _norms_of_keys(facts: Facts, attention: str) -> Iterator[str]:
             yield module
 
 
-def _features_of(start: int, size: int) -> Change:
-    def change(tensor: Tensor) -> Tensor:
-        return tensor[..., start : start + size]
+class OwnHead:
+    """Of the features of all heads those of one."""
 
-    return change
+    def __init__(self, start: int, size: int):
+        self._start = start
+        self._size = size
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """A part of the last dim."""
+        return tensor[..., self._start : self._start + self._size]
