@@ -19,7 +19,7 @@ from hyper_parallel.core.plan.conditions import Facts
 from hyper_parallel.core.plan.patterns import problem_of
 from hyper_parallel.core.plan.placing import DATA_PARALLEL
 from hyper_parallel.core.plan.role_rules import ROLES
-from hyper_parallel.core.plan.saved import load_yaml
+from hyper_parallel.core.plan.yaml_text import load_yaml
 
 MODEL_AXES = ("expert", "context", "tensor")
 """Mesh axes whose placements an override may set."""

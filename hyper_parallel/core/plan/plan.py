@@ -17,7 +17,8 @@ from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.contracts import BoundaryPlan
 from hyper_parallel.core.plan.model import ITEM_BYTES
-from hyper_parallel.core.plan.saved import FORMAT, load_yaml, read_plan, to_yaml
+from hyper_parallel.core.plan.saved import FORMAT, read_plan
+from hyper_parallel.core.plan.yaml_text import load_yaml, to_yaml
 
 if TYPE_CHECKING:
     from hyper_parallel.core.plan.costs import Flow, Memory

@@ -1,14 +1,11 @@
-"""A sharding plan in a file: YAML that is the same whenever the plan is, and a reader that believes nothing."""
+"""A sharding plan as plain values, read by somebody who believes nothing: a file may be edited by hand."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping  # typing's takes ten times as long to ask whether something is one
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
-
-import yaml
+from typing import TYPE_CHECKING, Any, Callable, Iterable
 
 from hyper_parallel.core.errors import LayoutError, PlanError
 from hyper_parallel.core.host import collector_at_rest
@@ -26,101 +23,17 @@ if TYPE_CHECKING:
 FORMAT = 2
 """Version of the YAML form."""
 
-WIDTH = 120
-"""A list or mapping that is no longer stands on one line."""
-
 MOST_RANKS = 2**20
 """A mesh of more ranks than this is no mesh that somebody has."""
 
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.()\-]*")
-_RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
-
-
-# Writing
-
-
-@collector_at_rest()
-def to_yaml(values: dict[str, Any]) -> str:
-    """Dictionaries with text as keys, lists, text, whole numbers, booleans and None as YAML. Equal values, equal text.
-
-    The form is PyYAML's, made here since a plan has hundreds of thousands of values and PyYAML takes a minute for them.
-    """
-    return "\n".join(_block(_form(values)[1])) + "\n"
-
-
-Entry = tuple[str, str, list]
-"""What stands before a value, the value on one line, and its own entries."""
-
-
-def _form(value: Any) -> tuple[str, list[Entry]]:
-    """A value on one line, and its entries where it is a mapping or list."""
-    if isinstance(value, dict):
-        entries = [(f"{_scalar(key)}: ", *_form(each)) for key, each in value.items()]
-        return "{" + ", ".join([head + flow for head, flow, _ in entries]) + "}", entries
-    if isinstance(value, list):
-        entries = [(_ITEM, *_form(each)) for each in value]
-        return "[" + ", ".join([flow for _, flow, _ in entries]) + "]", entries
-    return _scalar(value), []
-
-
-_ITEM = "- "
-
-
-def _block(entries: Iterable[Entry]) -> Iterator[str]:
-    """The lines of a mapping or list, one for each entry that fits."""
-    for head, flow, inner in entries:
-        if not inner or len(head) + len(flow) <= WIDTH:
-            yield head + flow
-        elif head != _ITEM:
-            yield head.rstrip()
-            yield from (f"  {line}" for line in _block(inner))
-        else:
-            first, *rest = _block(inner)
-            yield head + first
-            yield from (f"  {line}" for line in rest)
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return "null" if value is None else str(value)
-
-
-@lru_cache(maxsize=65536)
-def _text(value: str) -> str:
-    if _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
-        return value
-    return yaml.safe_dump(value, default_style='"', width=float("inf")).rstrip("\n")
-
-
-# Reading
-
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """YAML itself takes the last of two equal keys and says nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        own = node.value  # what `<<` brings in is put before it, and may be overridden
-        found = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
-            seen = set()
-            for key, _ in own:
-                if key.value in seen:
-                    line = key.start_mark.line + 1
-                    raise ValueError(f"line {line}: the key {_short(key.value)} stands twice; put both into one")
-                seen.add(key.value)
-        return found
-
-
-@collector_at_rest()
-def load_yaml(text: str) -> Any:
-    """The values of YAML text; raises YAMLError or ValueError."""
-    try:
-        return yaml.load(text, _Loader)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+_KEYS = {
+    "plan": "format model mesh ranks units parameters sequence_parallel tokens boundaries tied notes overrides",
+    "unit": "name reshard_after_forward",
+    "parameter": "shape dtype trainable placements unit role rule boundary pending notes",
+    "boundary": "kind region inputs outputs note",
+    "contract": "name dims size before after gradient gradient_before",
+}
+"""The keys of each mapping in a file."""
 
 
 @collector_at_rest()
@@ -137,6 +50,7 @@ def read_plan(values: Any) -> ShardingPlan:
         raise PlanError(f"a plan is a mapping, found {_short(values)}")
     if _get(values, "format", int, "") != FORMAT:
         raise PlanError(f"a plan of format {values['format']} can't be read; this version reads {FORMAT}")
+    _refuse_others(values, "plan", "")
     mesh = _mesh(values)
     layouts = _Layouts(mesh)
     units = _units(values)
@@ -153,6 +67,13 @@ def read_plan(values: Any) -> ShardingPlan:
         if first not in names or name in names:
             raise PlanError(f"tied: {name}: found {_short(first)}, write a parameter's first name, for another name")
     boundaries = _entries(values, "boundaries", Mapping)
+    modules = {module for module, _ in boundaries}
+    for each in parameters:
+        if each.boundary and each.boundary not in modules and not each.name.startswith(f"{each.boundary}."):
+            raise PlanError(
+                f"parameters: {each.name}: boundary: found {_short(each.boundary)}, write a module around the "
+                "parameter, or one of `boundaries`"
+            )
     return ShardingPlan(
         model_class=_get(values, "model", str, ""),
         mesh=mesh,
@@ -214,6 +135,7 @@ def _units(values: Mapping[str, Any]) -> tuple:
     for number, each in enumerate(_get(values, "units", list, ""), start=1):
         where = f"units: number {number}"
         units.append(UnitPlan(_get(each, "name", str, where), _get(each, "reshard_after_forward", bool, where)))
+        _refuse_others(each, "unit", where)
     _refuse_twice((unit.name for unit in units), "units")
     return tuple(units)
 
@@ -222,6 +144,7 @@ def _parameter(name: str, values: Mapping[str, Any], layouts: _Layouts, units: s
     from hyper_parallel.core.plan.plan import ParameterPlan
 
     where = f"parameters: {name}"
+    _refuse_others(values, "parameter", where)
     shape = _numbers(values, "shape", where)
     placements = _placements(values, "placements", where)
     if summed := [axis for axis, each in placements.items() if isinstance(each, Partial)]:
@@ -247,6 +170,7 @@ def _parameter(name: str, values: Mapping[str, Any], layouts: _Layouts, units: s
 
 def _boundary(module: str, values: Mapping[str, Any], layouts: _Layouts, tokens: tuple[int, int]) -> BoundaryPlan:
     where = f"boundaries: {module or '(the model itself)'}"
+    _refuse_others(values, "boundary", where)
     inputs, outputs = (
         tuple(
             _contract(each, layouts, tokens, f"{where}: {side}: number {number}")
@@ -267,6 +191,7 @@ def _contract(values: Any, layouts: _Layouts, tokens: tuple[int, int], where: st
         raise PlanError(
             f"{where}: found dims {_short(dims)} and size {_short(size)}, write 1 to 3 dims, a size from 0 up"
         )
+    _refuse_others(values, "contract", where)
     sides = ("before", "after", "gradient", *(("gradient_before",) if "gradient_before" in values else ()))
     contract = Contract(
         _get(values, "name", str, where), dims, size, **{side: _placements(values, side, where) for side in sides}
@@ -341,6 +266,15 @@ def _placements(values: Any, key: str, where: str) -> dict[str, Placement]:
 
 
 _parsed = lru_cache(maxsize=4096)(parse_placement)
+
+
+def _refuse_others(values: Mapping[str, Any], what: str, where: str) -> None:
+    """What is not read must not be there: it may be a slip of the pen."""
+    known = _KEYS[what].split()
+    if strange := [key for key in values if key not in known]:
+        raise PlanError(
+            f"{where or 'a plan'} has the key {_short(strange[0])}, which says nothing; write one of {', '.join(known)}"
+        )
 
 
 def _refuse_twice(names: Iterable[str], where: str) -> None:
