@@ -45,9 +45,8 @@ class Backbone(nn.Cell):
 
     def construct(self, input_ids: Tensor) -> Tensor:
         hidden = self.embed_tokens(input_ids)
-        tables = self.tables(*input_ids.shape, hidden.dtype)
         for layer in self.layers:
-            hidden = layer(hidden, tables)
+            hidden = layer(hidden, self.tables)
         return self.norm(hidden)
 
 
@@ -61,7 +60,7 @@ class DecoderLayer(nn.Cell):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def construct(self, hidden: Tensor, tables: Tables) -> Tensor:
+    def construct(self, hidden: Tensor, tables: TableMaker) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), tables)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -86,11 +85,14 @@ class Attention(nn.Cell):
         self.product_transposed = ops.BatchMatMul(transpose_b=True)
         self.softmax = ops.Softmax(-1)
 
-    def construct(self, hidden: Tensor, tables: Tables) -> Tensor:
+    def construct(self, hidden: Tensor, tables: TableMaker) -> Tensor:
         batch, length, _ = hidden.shape
         heads = (batch, length, -1, self.head_dim)
-        queries = rotate(self.q_norm(self.q_proj(hidden).reshape(heads)), tables.query_cos, tables.query_sin)
-        keys = rotate(self.k_norm(self.k_proj(hidden).reshape(heads)), tables.key_cos, tables.key_sin)
+        queries = self.q_norm(self.q_proj(hidden).reshape(heads))
+        keys = self.k_norm(self.k_proj(hidden).reshape(heads))
+        tables = tables(batch, length, queries.shape[2], keys.shape[2], hidden.dtype)
+        queries = rotate(queries, tables.query_cos, tables.query_sin)
+        keys = rotate(keys, tables.key_cos, tables.key_sin)
         keys, values = swap_heads(keys), swap_heads(self.v_proj(hidden).reshape(heads))
         queries = swap_heads(queries).reshape(batch, keys.shape[1], -1, self.head_dim)
         scores = self.softmax(self.product_transposed(queries, keys) + tables.mask)
@@ -160,20 +162,21 @@ class Tables(NamedTuple):
 
 
 class TableMaker:
-    """Makes `Tables` for a batch's shape and keeps the last ones."""
+    """Makes `Tables` for a batch's shape and a number of heads, and keeps the last ones."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.key: tuple | None = None
         self.tables: Tables | None = None
 
-    def __call__(self, batch: int, length: int, dtype: Any) -> Tables:
-        if self.key != (batch, length, dtype):
-            self.tables = Tables(*(Tensor(table).astype(dtype) for table in self.arrays(batch, length)))
-            self.key = (batch, length, dtype)
+    def __call__(self, batch: int, length: int, queries: int, keys: int, dtype: Any) -> Tables:
+        key = batch, length, queries, keys, dtype
+        if self.key != key:
+            self.tables = Tables(*(Tensor(table).astype(dtype) for table in self.arrays(batch, length, queries, keys)))
+            self.key = key
         return self.tables
 
-    def arrays(self, batch: int, length: int) -> list[np.ndarray]:
+    def arrays(self, batch: int, length: int, queries: int, keys: int) -> list[np.ndarray]:
         """The tables in float32."""
         config = self.config
         if length > config.max_position_embeddings:
@@ -184,12 +187,11 @@ class TableMaker:
         waves = [np.tile(np.cos(angle), 2), np.concatenate((-np.sin(angle), np.sin(angle)), -1)]
         tables = [
             np.broadcast_to(wave * scale, (batch, length, heads, config.head_dim))
-            for heads, scale in ((config.num_heads, config.head_dim**-0.5), (config.num_kv_heads, 1.0))
+            for heads, scale in ((queries, config.head_dim**-0.5), (keys, 1.0))
             for wave in waves
         ]
-        groups = config.num_heads // config.num_kv_heads
-        mask = np.tile(np.triu(np.full((length, length), -np.inf), 1), (groups, 1))
-        tables.append(np.broadcast_to(mask, (batch, config.num_kv_heads, *mask.shape)))
+        mask = np.tile(np.triu(np.full((length, length), -np.inf), 1), (queries // keys, 1))
+        tables.append(np.broadcast_to(mask, (batch, keys, *mask.shape)))
         return [np.ascontiguousarray(table, np.float32) for table in tables]
 
 
