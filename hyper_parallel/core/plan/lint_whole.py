@@ -81,7 +81,10 @@ class WholeParameters:
         if name not in self._conflicts:
             place = self.places[name]
             self._conflicts[name] = (
-                self._around_a_cut(name) or self._among_others(name, place) or self._by_size(name, place)
+                self._tied_to_a_cut(name)
+                or self._around_a_cut(name)
+                or self._among_others(name, place)
+                or self._by_size(name, place)
             )
         return self._conflicts[name]
 
@@ -90,6 +93,19 @@ class WholeParameters:
         """The parts of blocks that hold something unknown or misplaced."""
         names = (each for each in self.places if each in self.draft.roles.unknown or self._conflict(each))
         return {part for name in names if (part := self._part(name))}
+
+    def _tied_to_a_cut(self, name: str) -> Conflict | None:
+        """Unknown under one name, and cut under another."""
+        tied, members = self.draft.model.tied, self.draft.members
+        if name not in self.draft.roles.unknown or not (name in tied or name in tied.values()):
+            return None
+        first = tied.get(name, name)
+        others = (each for each in (first, *tied) if tied.get(each, each) == first and each in members)
+        other = next((each for each in others if members[each].is_cut), None)
+        if other is None:
+            return None
+        message = f"is the same tensor as {other}, which tensor cuts"
+        return Conflict(message, self._lines(name, self._unit(self._holder[other]), ["tensor"]))
 
     def _around_a_cut(self, name: str) -> Conflict | None:
         """In a linear or a table that is cut, or an adapter around it."""
@@ -181,11 +197,14 @@ class WholeParameters:
         return (self._hidden,) in own or sum(shape.count(self._hidden) for shape in own) > 1
 
     def _sizes_of(self, modules: Iterable[str]) -> dict[int, CutSize]:
-        """The sizes of all that is cut in some modules, each as what has it first."""
+        """The sizes of all that is cut in some modules, each as what has it first. A mixer gathers its features before
+        it works on them."""
         key = tuple(modules)
         if key not in self._sizes:
             found = self._sizes[key] = {}
             for group in (each for module in key for each in self._groups_below.get(module, ())):
+                if self.draft.kinds[group.module] == "mixer":
+                    continue
                 members = [self.draft.members[name] for name in group.parameters]
                 for cut in cut_sizes(group.module, members, self._scope_of[group.module].cut):
                     found.setdefault(cut.size, cut)

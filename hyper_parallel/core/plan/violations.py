@@ -94,7 +94,7 @@ def _lines(column: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]
 
 def numberless(text: str) -> str:
     """Text with "*" for the numbers of layers and experts in names."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$|[^\w.])|^\d+(?=\.)", "*", text)
+    return re.sub(r"(?<=[.'])\d+(?=\.|$|[^\w.])|^\d+(?=\.)", "*", text)
 
 
 def _countless(message: str) -> str:
