@@ -88,11 +88,27 @@ class View:
         return self.values.get(name, default)
 
 
-def freeze(value: Any, describe: Callable[[Any], Argument | None]) -> Any:
-    """`value` with tensors replaced by what `describe` makes of them, and the rest so that it hashes.
+Describe = Callable[[Any], "Argument | None"]
+"""What a framework's tensor looks like to the rules; None for what is no tensor."""
 
-    `describe` returns None for what is no tensor.
-    """
+
+def call_of(
+    op: str,
+    arguments: Mapping[str, Any],
+    axes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    describe: Describe,
+    declared: frozenset[str] = frozenset(),
+) -> Call:
+    """The call of `op` with a framework's own arguments, by canonical name."""
+    frozen = (
+        (name, (_freeze_index if name == "index" else freeze)(value, describe)) for name, value in arguments.items()
+    )
+    return Call(op, tuple(frozen), axes, sizes, declared)
+
+
+def freeze(value: Any, describe: Describe) -> Any:
+    """`value` with tensors replaced by what `describe` makes of them, and the rest so that it hashes."""
     if value is None or isinstance(value, (int, float, str, complex)):
         return value
     if isinstance(value, (tuple, list)):
@@ -105,8 +121,11 @@ def freeze(value: Any, describe: Callable[[Any], Argument | None]) -> Any:
     return value if described is None else described
 
 
-def freeze_index(value: Any, describe: Callable[[Any], Argument | None]) -> Any:
-    """`freeze` for what stands in the brackets of an index: a tuple always, in which True and False are flags."""
+def _freeze_index(value: Any, describe: Describe) -> Any:
+    """`freeze` for what stands in the brackets of an index: a tuple, in which True and False are flags; or a tensor of
+    places."""
+    if not isinstance(value, tuple) and (described := describe(value)) is not None:
+        return described
     entries = value if isinstance(value, tuple) else (value,)
     return tuple(Flag(each) if isinstance(each, bool) else freeze(each, describe) for each in entries)
 
@@ -127,28 +146,23 @@ def _operands(values: Any) -> Iterator[Operand]:
             yield from _operands(value)
 
 
-_ALIASES = {"axis": "dim", "axes": "dim", "keepdims": "keepdim", "keep_dims": "keepdim"}
-
-
 def bind(parameters: str, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, by name.
+    """What was given, by canonical name.
 
-    `parameters` are the names of positional arguments in order. `*name` stands last and takes all that are left: as
-    one tuple, whether they came one by one or as one sequence.
-
-    Raises:
-        TypeError: more was given than there are names.
+    `parameters` are the names of positional arguments in order. `name|other` is `name`, which a framework's keyword
+    calls `other`. `*name` takes all that are left: as one tuple, whether they came one by one or as one sequence. What
+    has no name gets one by its place.
     """
-    names, given = parameters.split(), dict[str, Any]()
-    for place, name in enumerate(names):
-        if place == len(args):
-            break
-        if name.startswith("*"):
-            rest = args[place:]
-            given[name[1:]] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-            break
-        given[name] = args[place]
-    else:
-        if len(args) > len(names):
-            raise TypeError(f"{len(args)} positional arguments, but only {len(names)} have names: {parameters}")
-    return given | {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    given: dict[str, Any] = {}
+    keywords = {"axis": "dim", "keepdims": "keepdim"}
+    for place, parameter in enumerate(parameters.split()):
+        name, *others = parameter.lstrip("*").split("|")
+        keywords |= dict.fromkeys(others, name)
+        if place < len(args) and parameter.startswith("*"):
+            rest, args = args[place:], args[:place]
+            given[name] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+        elif place < len(args):
+            given[name] = args[place]
+    for place in range(len(parameters.split()), len(args)):
+        given[f"argument {place}"] = args[place]
+    return given | {keywords.get(name, name): value for name, value in kwargs.items()}

@@ -29,7 +29,7 @@ class Taken(NamedTuple):
 @rule("getitem", "input index")
 def getitem(view: View) -> State:
     """The elements that an index takes."""
-    return take(view.op, view["input"], view["index"], view.ranks).state
+    return take(view.op, view["input"], _entries(view), view.ranks).state
 
 
 @rule("setitem_", "input index value")
@@ -38,7 +38,7 @@ def setitem(view: View) -> State:
     target, value = view["input"], view["value"]
     if (mask := _only_mask(view)) is not None:
         return broadcast(view.op, (target, mask))
-    taken = take(view.op, target, view["index"], view.ranks)
+    taken = take(view.op, target, _entries(view), view.ranks)
     if not isinstance(value, Operand):
         if target.state.is_partial and value:
             raise RuleError(
@@ -65,7 +65,7 @@ def setitem(view: View) -> State:
 def _only_mask(view: View) -> Operand | None:
     """The mask, with the dims of the target, where it is all of the index and a number is written: then elements are
     chosen where they are."""
-    index, target = view["index"], view["input"]
+    index, target = _entries(view), view["input"]
     if len(index) != 1 or not isinstance(index[0], Operand) or index[0].dtype != "bool":
         return None
     if isinstance(view["value"], Operand) or target.state.is_partial or index[0].state.is_partial:
@@ -100,6 +100,12 @@ def take(op: str, x: Operand, index: Sequence[Any], ranks: int) -> Taken:
     if not chosen:
         return _finished(state, basic)
     return _advanced(op, x, state, basic, chosen, entries)
+
+
+def _entries(view: View) -> tuple:
+    """What stands in the brackets, as a tuple."""
+    index = view["index"]
+    return index if type(index) is tuple else (index,)
 
 
 def _spelled_out(index: Sequence[Any], dims: int) -> list[Any]:

@@ -14,12 +14,12 @@ UNARY = (
     "leaky_relu log log10 log1p log2 logit logsigmoid mish nan_to_num reciprocal relu relu6 round rsqrt selu sigmoid "
     "sign silu sin sinh softplus softsign sqrt square tan tanh threshold trunc xlogy"
 )
-BINARY = "atan2 bitwise_and bitwise_or bitwise_xor floor_divide fmod maximum minimum polar pow remainder"
+BINARY = "atan2 complex bitwise_and bitwise_or bitwise_xor floor_divide fmod maximum minimum polar pow remainder"
 COMPARISONS = "eq ge gt le lt ne isclose logical_and logical_or logical_xor"
 TESTS = "bitwise_not isfinite isinf isnan logical_not truncate"
 
 
-@rule("pointwise", "input")
+@rule("pointwise", "*input")
 @rule(f"{UNARY} clamp", "input")
 @rule(f"{BINARY} rpow rdiv", "input other")
 @rule(COMPARISONS, "input other", constant=None)
@@ -33,13 +33,13 @@ def pointwise(view: View) -> State:
 
 @rule("identity", "input")
 @rule("neg real imag conj", "input")
-@rule("cast", "input dtype", silent=("dtype", "other"))
+@rule("cast", "input *dtype", silent=("dtype", "other"))
 @rule("type_as", "input other", silent=("other",))
 @rule("detach", "input", constant=None)
 def linear_in_each(view: View) -> State:
     """The same elements, or a multiple of them. A cast to whole numbers rounds, so that it is no linear function."""
     operand = view["input"]
-    if operand.state.is_partial and any(_is_integral(value) for value in view.values.values()):
+    if operand.state.is_partial and any(_is_integral(value) for name, value in view.values.items() if name != "input"):
         refuse_partial(view.op, [operand])
     return operand.state
 
@@ -177,7 +177,9 @@ def _shown(value: Any) -> str:
 
 
 def _is_integral(value: Any) -> bool:
-    """Tell whether an argument is a dtype of whole numbers, in whichever framework's spelling."""
-    if isinstance(value, (Operand, int, float, tuple)) or value is None:
-        return isinstance(value, Operand) and value.name == "other" and value.dtype.startswith(("int", "uint", "bool"))
-    return str(value).lower().split(".")[-1].startswith(("int", "uint", "bool", "long", "short"))
+    """Tell whether a dtype of whole numbers is among the arguments, in whichever framework's spelling, or a tensor of
+    one."""
+    if type(value) is tuple:
+        return any(map(_is_integral, value))
+    spelled = value.dtype if isinstance(value, Operand) else str(value).lower().split(".")[-1]
+    return spelled.startswith(("int", "uint", "bool", "long", "short"))

@@ -48,7 +48,7 @@ def reduced(view: View) -> State:
     return _reduced(x, dims, view.get("keepdim", False))
 
 
-@rule("max min median mode", "input dim keepdim", constant=(1,))
+@rule("max min median", "input dim keepdim", constant=(1,))
 def extreme(view: View) -> State | Sequence[State]:
     """With a dim, values and their places along it; without, one value."""
     state = reduced(view)
@@ -83,6 +83,15 @@ def differences(view: View) -> State:
     if len(view.operands) > 1:
         refuse_cut(view.op, x, range(x.dims), "joins it to what is whole")
     return State() if x.state.is_replicate else x.state
+
+
+@rule("read", "input other", constant=None)
+def read(view: View) -> Sequence[State]:
+    """Elements that become numbers of the program, which has to go on alike on every rank."""
+    refuse_partial("reading its elements", view.operands)
+    for each in view.operands:
+        refuse_cut(view.op, each, range(each.dims), "hands the program elements that differ among ranks")
+    return ()
 
 
 def _refuse_along(view: View, x: Operand) -> None:

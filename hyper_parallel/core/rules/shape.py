@@ -116,7 +116,8 @@ def expand_as(view: View) -> State:
 @rule("repeat", "input *repeats")
 def repeat(view: View) -> State:
     """The whole tensor several times along each dim, new ones in front included."""
-    x, repeats = view["input"], view["repeats"]
+    x = view["input"]
+    repeats = (1,) * (x.dims - len(view["repeats"])) + view["repeats"]
     more = len(repeats) - x.dims
     if x.state.is_partial:
         return PARTIAL
@@ -299,20 +300,26 @@ def _carried_unit(x: Operand, shape: Shape, old: int, new: int) -> int:
 
 
 def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int | None) -> tuple[int, int]:
-    """One of the places where the cut can stand. They differ by dims of size 1 only.
+    """One of the places where the cut can stand; they differ only where dims have one element for each block.
 
-    One head on each rank makes its heads such a dim, and so does an unsqueeze that is written as a view. A -1 tells
-    them apart, then the unit, then that a dim that is merged is to be as before; at last, that features, which stand
-    in the last dim, are what is split into heads, and other dims just stay.
+    With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
+    order: what keeps its shape keeps its cut; a -1 stands where the size depends on the rank; a unit tells; features,
+    the last dim, are what is split into heads; what was merged is split again; what stands to the left of the cut dim
+    stays; features take in what is merged with them; and other dims do so with blocks.
     """
-    if len(places) == 1:
-        return places[0]
-    if (found := next((each for each in places if each[0] == hole), None)) is not None:
-        return found
-    plain = [each for each in places if each[1] == 1] or places
-    unit = x.state.unit * prod(x.shape[x.state.cut + 1 :])
-    if x.state.unit > 1 and (fit := [each for each in plain if prod(shape[each[0] + 1 :]) == unit]):
-        return fit[0]
-    is_last = x.state.cut == x.dims - 1 and x.state.blocks == 1
-    kept = [each for each in plain if shape[each[0]] == x.shape[x.state.cut]]
-    return plain[0] if is_last or not kept else kept[0]
+    cut_dim, old = x.state.cut, prod(x.shape[x.state.cut + 1 :])
+    least = min(blocks for _, blocks in places)
+    plain = [each for each in places if each[1] == least]
+    after = {each: prod(shape[each[0] + 1 :]) for each in places}
+    preferences = (
+        [each for each in places if tuple(shape) == x.shape and each[0] == cut_dim],
+        [each for each in plain if each[0] == hole],
+        [each for each in plain if x.state.unit > 1 and after[each] == x.state.unit * old],
+        plain if cut_dim == x.dims - 1 else [],
+        [each for each in plain if after[each] == old],
+        [each for each in places if each[0] == cut_dim and tuple(shape[: cut_dim + 1]) == x.shape[: cut_dim + 1]],
+        [each for each in plain if each[0] == len(shape) - 1],
+        [each for each in places if after[each] == old],
+        plain,
+    )
+    return next(found for found in preferences if found)[0]
