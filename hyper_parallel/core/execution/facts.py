@@ -49,6 +49,19 @@ class Facts:
         """The modules of boundaries of which `tensor` cuts a parameter."""
         return {each.boundary for each in self.plan.parameters if is_cut(each)}
 
+    @cached_property
+    def cut_in(self) -> dict[str, bool]:
+        """Of every module with parameters, in itself or below, whether `tensor` cuts one of them."""
+        found: dict[str, bool] = {}
+        for name, uses in self.uses.items():
+            cut = is_cut(self.plan[name])
+            for use in uses:
+                module = use.name
+                while module:
+                    module = module.rpartition(".")[0]
+                    found[module] = found.get(module, False) or cut
+        return found
+
     def along_model(self, parameter: ParameterPlan) -> Layout:
         """How a parameter lies along the axes that cut it, before `shard` does."""
         return Layout(self.plan.mesh, model_placements(parameter), parameter.shape)

@@ -36,11 +36,14 @@ def find_heads(facts: Facts, found: Adaptations) -> None:
         for use in facts.uses[parameter.name] if is_cut(parameter) and len(parameter.shape) == 2 else ():
             if OUTPUTS in vars(use.owner):
                 found.show(use.owner, OUTPUTS, facts.local_shape(parameter)[1])
+    gathered = _gathered(facts)
     for boundary in facts.plan.boundaries:
         name = boundary.module
-        if boundary.kind == "attention" and name in facts.cut and name not in _gathered(facts):
+        if boundary.kind == "attention" and name in facts.cut and name not in gathered:
             kept = _kept_whole(facts, name)
+            # What is whole inside works on all heads, such as what only chooses keys.
             below = [(path, each) for path, each in facts.modules.items() if is_in(path, name)]
+            below = [(path, each) for path, each in below if facts.cut_in.get(path, True)]
             slopes = _query_heads(facts.modules[name])
             for path, module in below:
                 _count(facts, found, path, module, _key_heads(facts, kept[0]) if kept else None)
