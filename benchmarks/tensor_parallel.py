@@ -1,8 +1,9 @@
 """A training step of our decoder with tensor parallelism on ranks of this machine, against peers.
 
-    plain     the decoder as it is: every rank computes everything
-    megatron  tensor parallelism written into the decoder by hand (megatron_decoder.py)
-    dtensor   the same decoder under PyTorch's `parallelize_module`
+    plain       the decoder as it is: every rank computes everything
+    megatron    tensor parallelism written into the decoder by hand (megatron_decoder.py)
+    production  the decoder under `hyper_parallel.parallelize`
+    dtensor     the decoder under PyTorch's `parallelize_module`
 
 Every mode computes the gradients of one device: that is checked first, in float64. Then a step is forward, loss and
 backward, in float32, with gradients that are complete at its end. The modes take turns in rounds; the median of the
@@ -42,7 +43,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from hyper_parallel import backends
+import hyper_parallel
+from hyper_parallel import DeviceMesh, backends
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.models.config import DecoderConfig
 from hyper_parallel.models.torch_decoder import Decoder
@@ -109,6 +111,22 @@ class Megatron(Mode):
         return part_of(name, whole)
 
 
+class Production(Mode):
+    """Under a plan of ours."""
+
+    def __init__(self, decoder: Decoder, sequence_parallel: bool) -> None:
+        mesh = DeviceMesh((torch.distributed.get_world_size(),), ("tensor",))
+        plan = hyper_parallel.plan(decoder, mesh, {"sequence_parallel": sequence_parallel})
+        self.model = hyper_parallel.parallelize(decoder, plan)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return hyper_parallel.cross_entropy(logits, targets, self.model)
+
+    def expected(self, name: str, whole: Tensor) -> Tensor:
+        layout = hyper_parallel.layout_of(self.model.get_parameter(name))
+        return torch.from_numpy(layout.shard(whole.numpy(), torch.distributed.get_rank()))
+
+
 class PyTorchDTensor(Mode):
     """Under `parallelize_module`, with a loss that keeps the vocabulary cut."""
 
@@ -152,7 +170,12 @@ def styles_of(layers: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     }
 
 
-MODES: dict[str, type[Mode]] = {"plain": Plain, "megatron": Megatron, "dtensor": PyTorchDTensor}
+MODES: dict[str, type[Mode]] = {
+    "plain": Plain,
+    "megatron": Megatron,
+    "production": Production,
+    "dtensor": PyTorchDTensor,
+}
 
 
 def check(name: str, mode: Mode, reference: Plain, tokens: Tensor, targets: Tensor) -> float:

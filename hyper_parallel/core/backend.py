@@ -307,6 +307,10 @@ class Autograd(Protocol):
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         """Inside backward only: call back once all gradients are complete, before backward returns."""
 
+    def graph_is_kept(self) -> bool:
+        """Inside backward only: tell whether it may run once more over what was kept. True where the engine does not
+        tell."""
+
     def in_backward(self) -> bool:
         """Tell whether the engine is running a backward pass on this thread now (so a forward is a recompute)."""
 
@@ -452,9 +456,17 @@ class Training(Protocol):
         mean."""
 
     def vocabulary_gradient(
-        self, exponentials: Tensor, terms: Tensor, targets: LocatedTargets, gradient: Tensor, mean: bool, dtype: str
+        self,
+        exponentials: Tensor,
+        terms: Tensor,
+        targets: LocatedTargets,
+        gradient: Tensor,
+        mean: bool,
+        dtype: str,
+        overwrite: bool,
     ) -> Tensor:
-        """The gradient [N, n] of the logits, of `dtype`, for `gradient`, a scalar, of the loss. It changes nothing."""
+        """The gradient [N, n] of the logits, of `dtype`, for `gradient`, a scalar, of the loss. It may be made in the
+        memory of `exponentials` if `overwrite`, and changes nothing else."""
 
 
 @dataclass(frozen=True)

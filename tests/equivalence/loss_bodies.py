@@ -163,8 +163,9 @@ def _raised(
     raise AssertionError(f"{wrong} was not refused")
 
 
-def changed_afterwards(backend: Backend, case: Case) -> np.ndarray:
-    """The gradient in PyTorch where logits and targets are overwritten between forward and backward."""
+def changed_afterwards(backend: Backend, case: Case) -> tuple[np.ndarray, str]:
+    """In PyTorch: the gradient of two backwards, logits and targets overwritten before them, and the message of a
+    third one."""
     group = backend.collectives.world()
     leaf, targets = _part(backend, case, group), backend.tensors.from_numpy(case.targets)
     logits = leaf * 1
@@ -173,7 +174,12 @@ def changed_afterwards(backend: Backend, case: Case) -> np.ndarray:
     targets.zero_()
     loss.backward(retain_graph=True)
     loss.backward()  # the first backward has changed nothing that the second one needs
-    return backend.tensors.to_numpy(leaf.grad)
+    gradient = backend.tensors.to_numpy(leaf.grad)
+    try:
+        loss.backward()
+    except ConfigError as error:
+        return gradient, str(error)
+    raise AssertionError("a graph that is gone was run again")
 
 
 # The loss of a model

@@ -128,9 +128,10 @@ def test_nothing_is_recorded_under_no_grad(pool, backend_name):
 def test_what_the_caller_changes_afterwards_changes_no_gradient(pool):
     case = random_case(32, 97, dtype="float64")
     found = pool("torch", 2).run(bodies.changed_afterwards, case)
-    for rank, gradient in enumerate(found):
+    for rank, (gradient, message) in enumerate(found):
         start, stop = chunk_bounds(97, 2, rank)
         np.testing.assert_allclose(gradient, 2 * whole_loss(case)[1][..., start:stop], rtol=0, atol=1e-12)
+        assert message == "cross_entropy: backward runs a second time; give the first one retain_graph=True"
 
 
 def test_mistakes_are_refused_before_anything_is_sent(pool, backend_name):

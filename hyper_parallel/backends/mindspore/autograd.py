@@ -137,6 +137,11 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
     _engine.queue_backward_final_callback(callback)
 
 
+def graph_is_kept() -> bool:
+    """See `core.backend.Autograd`. The engine does not tell."""
+    return True
+
+
 def in_backward() -> bool:
     """See `core.backend.Autograd`."""
     return _engine.get_current_autodiff_engine_id() != -1

@@ -113,8 +113,10 @@ def vocabulary_gradient(
     gradient: Tensor,
     mean: bool,
     dtype: str,
+    overwrite: bool,
 ) -> Tensor:
-    """Softmax minus one at the target, times the gradient of the loss, where a token counts."""
+    """Softmax minus one at the target, times the gradient of the loss, where a token counts. Always in memory of its
+    own: on a CPU MindSpore multiplies nothing in place."""
     share = gradient / _count(targets, gradient) if mean else gradient
     weights = mint.where(targets.counted, share, 0.0)
     result = exponentials * (weights / mint.chunk(terms, 2)[0])[:, None]

@@ -155,6 +155,11 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def graph_is_kept() -> bool:
+    """See `core.backend.Autograd`. As PyTorch's own compiler asks, before it reuses what it has saved."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def in_backward() -> bool:
     """See `core.backend.Autograd`."""
     return torch._C._current_graph_task_id() != -1

@@ -101,11 +101,13 @@ def vocabulary_gradient(
     gradient: torch.Tensor,
     mean: bool,
     dtype: str,
+    overwrite: bool,
 ) -> torch.Tensor:
     """Softmax minus one at the target, times the gradient of the loss, where a token counts."""
     share = gradient / targets.counted.sum() if mean else gradient
     weights = torch.where(targets.counted, share, 0)
-    result = exponentials * (weights / terms.chunk(2)[0])[:, None]
+    factors = (weights / terms.chunk(2)[0])[:, None]
+    result = exponentials.mul_(factors) if overwrite else exponentials * factors
     if result.numel():
         result.scatter_add_(1, targets.places[:, None], torch.where(targets.here, -weights, 0)[:, None])
     return result.to(getattr(torch, dtype))

@@ -12,7 +12,7 @@ logits, softmax minus one at t, needs what the rank has already, so backward exc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,7 +160,7 @@ class _CutLoss:
     located: LocatedTargets
     mean: bool
 
-    def forward(self, logits: Tensor) -> tuple[Tensor, Any]:
+    def forward(self, logits: Tensor) -> tuple[Tensor, list]:
         """The loss, and what backward needs."""
         training, tensors, collectives = self.backend.training, self.backend.tensors, self.backend.collectives
         own = training.largest_logits(logits)
@@ -169,13 +169,20 @@ class _CutLoss:
         largest = tensors.reduce_rows(of_all, self.group.size, "max")
         exponentials, terms = training.vocabulary_terms(logits, largest, self.located)
         collectives.all_reduce(terms, self.group)
-        kept = exponentials, terms, tuple(logits.shape), tensors.dtype_name(logits)
+        kept = [exponentials, terms, tuple(logits.shape), tensors.dtype_name(logits)]
         return training.vocabulary_loss(terms, self.located, self.mean), kept
 
-    def backward(self, gradient: Tensor, kept: Any) -> Tensor:
-        """The gradient of this rank's logits."""
+    def backward(self, gradient: Tensor, kept: list) -> Tensor:
+        """The gradient of this rank's logits, made in the memory of what was kept if this is the last time."""
+        if not kept:
+            raise ConfigError("cross_entropy: backward runs a second time; give the first one retain_graph=True")
         exponentials, terms, shape, dtype = kept
-        rows = self.backend.training.vocabulary_gradient(exponentials, terms, self.located, gradient, self.mean, dtype)
+        last = not self.backend.autograd.graph_is_kept()
+        if last:  # a loss that is still in a variable must not hold the memory of all logits
+            kept.clear()
+        rows = self.backend.training.vocabulary_gradient(
+            exponentials, terms, self.located, gradient, self.mean, dtype, overwrite=last
+        )
         return rows.reshape(shape)
 
 
