@@ -469,6 +469,26 @@ class Training(Protocol):
         memory of `exponentials` if `overwrite`, and changes nothing else."""
 
 
+class Interception(Protocol):
+    """Following tensors through a model's own code. An operator that meets a followed tensor asks the tensor's watch
+    (`core.validation.watch.Watch`) how its results lie, then runs on plain tensors; its results are followed."""
+
+    def follow(self, tensor: Tensor, track: Any) -> Tensor:
+        """A tensor of the values and history of `tensor`, possibly itself, that is followed and carries `track`."""
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same values and history that is not followed."""
+
+    def track_of(self, tensor: Any) -> Any:
+        """What a followed tensor carries; None for anything else."""
+
+    def repeated_dims(self, tensor: Tensor) -> tuple[int, ...]:
+        """The dims along which all elements of a tensor are one in memory."""
+
+    def watch_gradient(self, tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
+        """Call back in backward with the gradient of a tensor that takes part, when it is complete."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One framework, as the core sees it."""
@@ -479,3 +499,4 @@ class Backend:
     autograd: Autograd
     modules: Modules
     training: Training
+    interception: Interception | None = None

@@ -1,6 +1,6 @@
 """HyperParallel on PyTorch."""
 
-from hyper_parallel.backends.torch import autograd, collectives, modules, tensors, training
+from hyper_parallel.backends.torch import autograd, collectives, interception, modules, tensors, training
 from hyper_parallel.core.backend import Backend
 
 BACKEND = Backend(
@@ -10,4 +10,5 @@ BACKEND = Backend(
     autograd=autograd,
     modules=modules,
     training=training,
+    interception=interception,
 )

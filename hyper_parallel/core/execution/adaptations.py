@@ -8,7 +8,7 @@ changed, as data, and all of it is undone by `restore`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 
 from hyper_parallel.core.backend import Module
 from hyper_parallel.core.execution.boundary import Change, ChangeArguments
@@ -47,6 +47,10 @@ class Adaptations:
     def place(self, module: Module, attribute: str) -> dict[str, Any]:
         """The dictionary in which a unit shows the full tensor of a parameter."""
         return self._places.get((id(module), attribute), vars(module))
+
+    def change_shown(self, change: Callable[[Any], Any]) -> None:
+        """Let modules find what `change` makes of everything that they would be shown."""
+        self._shown = [(module, attribute, change(value)) for module, attribute, value in self._shown]
 
     def apply(self) -> None:
         """Let modules find what they are told."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hyper_parallel.core.backend import Backend, HookHandle, Module
 from hyper_parallel.core.errors import ConfigError, HyperParallelError
 from hyper_parallel.core.execution import checks
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.biases import find_biases
 from hyper_parallel.core.execution.boundary import Boundary
+from hyper_parallel.core.execution.causal_loss import find_losses
 from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
 from hyper_parallel.core.execution.facts import MODEL_AXES, Facts
 from hyper_parallel.core.execution.heads import find_heads
@@ -17,6 +20,7 @@ from hyper_parallel.core.fsdp.parameter import Holding
 from hyper_parallel.core.fsdp.unit import NO_COPY
 from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
+from hyper_parallel.core.validation.follow import Following
 
 _ATTRIBUTE = "_hyper_parallel_execution"
 
@@ -24,9 +28,12 @@ _ATTRIBUTE = "_hyper_parallel_execution"
 class Execution:
     """A plan that is being carried out; lives on the model from `parallelize` to `restore`."""
 
-    def __init__(self, facts: Facts, adaptations: Adaptations, hooks: list[HookHandle]):
+    def __init__(
+        self, facts: Facts, adaptations: Adaptations, hooks: list[HookHandle], following: Following | None = None
+    ):
         self.backend = facts.backend
         self.plan = facts.plan
+        self.following = following
         self._model = facts.model
         self._adaptations = adaptations
         self._hooks = hooks
@@ -51,30 +58,35 @@ def execution_of(model: Module) -> Execution | None:
     return vars(model).get(_ATTRIBUTE)
 
 
-def apply_plan(backend: Backend, model: Module, plan: ShardingPlan) -> None:
+def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bool = False) -> None:
     """Cut the parameters, hook the boundaries, make the units that a plan names. Called by every rank.
 
+    With `validate` modules see tensors that are followed, and boundaries check them; all else is the same.
+
     Raises:
+        ContractError: with `validate`, what the plan says of a parameter contradicts itself; nothing is changed, on any
+            rank.
         PlanError: the plan does not fit the model, lists every reason; or another rank has found something wrong.
             Nothing is changed, on any rank.
         ConfigError: the mesh has an axis that can be planned and not yet run, the ranks are not joined, a parameter has
             no values; likewise.
         LayoutError: the mesh does not hold all ranks; likewise.
     """
-    error, facts, adaptations = None, None, Adaptations()
+    error, facts, following, adaptations = None, None, None, Adaptations()
     try:
         checks.check_axes(plan.mesh)
         build.check_ranks(backend, plan.mesh)
         facts = Facts(backend, model, plan)
         checks.refuse(list(checks.violations(facts)), plan)
         build.check_parameters(backend, model, list(facts.uses.values()))
-        for find in (find_heads, find_embeddings, find_biases):
+        for find in (find_heads, find_embeddings, find_biases, find_losses):
             find(facts, adaptations)
         checks.refuse(adaptations.problems, plan)
+        following = Following(facts, adaptations) if validate else None
     except HyperParallelError as found:
         error = found
     checks.agree(backend, plan, error)
-    _carry_out(facts, adaptations)
+    _carry_out(facts, adaptations, following)
 
 
 def restore(backend: Backend, model: Module) -> None:
@@ -86,16 +98,22 @@ def restore(backend: Backend, model: Module) -> None:
             execution.undo()
 
 
-def _carry_out(facts: Facts, adaptations: Adaptations) -> None:
+def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | None) -> None:
     backend, plan = facts.backend, facts.plan
     held = {each.name: _holding(facts, adaptations, each) for each in plan.parameters}
+    if following is not None:
+        held = {each.name: replace(held[each.name], shown=following.shown(each)) for each in plan.parameters}
+        adaptations.change_shown(following.instead)
     adaptations.apply()
-    hooks = [boundary.attach() for boundary in boundaries_of(facts, adaptations)]
+    boundaries = boundaries_of(facts, adaptations) if following is None else following.boundaries()
+    hooks = [boundary.attach() for boundary in boundaries]
     for unit in plan.units:
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
         build.make_unit(backend, unit.name, module, members, plan.mesh, unit.reshard_after_forward)
-    Execution(facts, adaptations, hooks)
+    if following is not None:
+        hooks += following.paths()
+    Execution(facts, adaptations, hooks, following)
 
 
 def _holding(facts: Facts, adaptations: Adaptations, parameter: ParameterPlan) -> Holding:

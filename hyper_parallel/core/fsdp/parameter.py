@@ -17,7 +17,8 @@ class Holding:
 
     `spec` is its split over `shard`, of the part that modules see; `layout` how the shard lies in the whole parameter.
     `places` are the dictionaries, one a use, in which the full tensor is shown under the use's attribute. The gradient
-    of the part is a sum over the mesh axes `pending`, besides the mean over `shard` and `replicate`.
+    of the part is a sum over the mesh axes `pending`, besides the mean over `shard` and `replicate`. Where `shown` is
+    given, modules see what it makes of the full tensor.
     """
 
     uses: Sequence[ParameterUse]
@@ -25,6 +26,7 @@ class Holding:
     layout: Layout
     places: Sequence[dict[str, Any]]
     pending: tuple[str, ...] = ()
+    shown: Callable[[Tensor], Tensor] | None = None
 
 
 class ShardedParameter:
@@ -40,6 +42,7 @@ class ShardedParameter:
         self.uses = uses = list(held.uses)
         self.layout = held.layout
         self.places = list(held.places)
+        self.shown = held.shown or (lambda full: full)
         self.sum_group: Group = backend.collectives.groups(spec.layout.mesh.groups(("replicate", *held.pending)))
         self._tensors = backend.tensors
         self._collectives = backend.collectives

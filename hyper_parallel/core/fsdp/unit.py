@@ -124,7 +124,7 @@ class Unit:
         parameters, tensors = self._recorded()
         seen = dict(zip(map(id, parameters), tensors))
         for each in self.parameters:
-            tensor = seen[id(each)] if id(each) in seen else each.full()
+            tensor = each.shown(seen[id(each)] if id(each) in seen else each.full())
             for use, place in zip(each.uses, each.places):
                 if self.backend.modules.registered(use.owner, use.attribute) is not each.parameter:
                     raise ConfigError(

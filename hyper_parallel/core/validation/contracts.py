@@ -1,0 +1,48 @@
+"""Contracts as states: how a tensor must lie on each side of a boundary, and how its gradient then does."""
+
+from __future__ import annotations
+
+from typing import Mapping, Sequence
+
+from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.plan.contracts import FEATURES, SEQUENCE, ByAxis
+from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, cut
+
+
+def contract_states(
+    placements: ByAxis, gradient: ByAxis, axes: Sequence[str], dims: int, samples: int | None
+) -> tuple[State, ...]:
+    """One side of a contract as the states of a local tensor of `dims` dims.
+
+    `[samples * tokens, features]` is what a model makes of `[samples, tokens, features]`; a part of each sequence is
+    then strided.
+    """
+    return tuple(
+        _state(placements.get(axis, Replicate()), gradient.get(axis, Replicate()), dims, samples) for axis in axes
+    )
+
+
+def _state(placement: Placement, gradient: Placement, dims: int, samples: int | None) -> State:
+    if isinstance(placement, Partial):
+        return PARTIAL
+    if isinstance(placement, Replicate):
+        return COPIED if isinstance(gradient, Partial) else WHOLE
+    if dims == 2 and placement == Shard(SEQUENCE):
+        return cut(0, samples or 1)
+    if dims == 2 and placement == Shard(FEATURES):
+        return cut(1)
+    return State(placement)
+
+
+def differs(found: State, expected: State, takes_part: bool) -> bool:
+    """Tell whether a tensor that lies as `found` can't be taken for one that lies as `expected`."""
+    if expected.cut is not None:
+        return found.placement != expected.placement and expected.cut not in found.same
+    if expected.is_partial:
+        return not (found.is_partial or found.zero)
+    return not found.is_replicate or (takes_part and found.pending != expected.pending)
+
+
+def written(placements: Mapping[str, Placement]) -> str:
+    """Placements as a plan file has them."""
+    return "{" + ", ".join(f"{axis}: {placement}" for axis, placement in placements.items()) + "}"

@@ -1,0 +1,149 @@
+"""Carry a plan out on tensors that are followed: the changes of production, each checked or declared."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from hyper_parallel.core.backend import HookHandle, Tensor
+from hyper_parallel.core.execution.adaptations import Adaptations
+from hyper_parallel.core.execution.boundary import Boundary
+from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
+from hyper_parallel.core.execution.facts import Facts, is_in
+from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
+from hyper_parallel.core.plan.plan import ParameterPlan
+from hyper_parallel.core.rules.state import constant
+from hyper_parallel.core.validation.agreement import Agreement
+from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing
+from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
+from hyper_parallel.core.validation.parameters import line_of, parameter_states
+from hyper_parallel.core.validation.watch import Track, Watch
+
+FOLLOWED = ("context", "tensor")
+"""Axes along which several ranks compute one model; along the others each works on samples of its own."""
+
+
+class Following:
+    """One model under one plan, followed on this rank. `is_real` says that there are other ranks to compare with.
+
+    Raises:
+        ContractError: what the plan says of a parameter contradicts itself.
+    """
+
+    def __init__(self, facts: Facts, adaptations: Adaptations, is_real: bool = True):
+        mesh = facts.plan.mesh
+        axes = tuple(axis for axis in FOLLOWED if mesh.axis_size(axis) > 1)
+        names = {id(use.parameter): use.name for uses in facts.uses.values() for use in uses}
+        self._facts = facts
+        self._adaptations = adaptations
+        self._interception = facts.backend.interception
+        self._opaque = [each.module for each in facts.plan.boundaries if each.region == "opaque"]
+        self._agreement = Agreement(facts.backend, mesh, is_real)
+        self.watch = Watch(
+            facts.backend,
+            axes,
+            tuple(mesh.axis_size(axis) for axis in axes),
+            tables=tables(adaptations),
+            names=names,
+        )
+        self._states = {
+            each.name: parameter_states(each, axes, each.name in adaptations.shares) for each in facts.plan.parameters
+        }
+
+    def shown(self, parameter: ParameterPlan) -> Callable[[Tensor], Tensor]:
+        """What modules are shown of a parameter, for the plain tensor of its local part."""
+        if self._is_inside_opaque(parameter.name):
+            return _unchanged
+        states, line = self._states[parameter.name], line_of(parameter)
+
+        def follow(tensor: Tensor) -> Tensor:
+            return self._interception.follow(tensor, Track(self.watch, states, line, parameter.trainable))
+
+        return follow
+
+    def instead(self, value: Any) -> Any:
+        """What modules are shown in place of a parameter that other ranks or boundaries add: zeros, which are summed
+        with what those have."""
+        if not self._facts.backend.tensors.is_tensor(value):
+            return value
+        states = (constant(len(value.shape), zero=True),) * len(self.watch.axes)
+        return self._interception.follow(value, Track(self.watch, states, "", False))
+
+    def boundaries(self) -> list[Boundary]:
+        """The changes around every module, in the order of the model; a module that stands twice comes once."""
+        facts, found = self._facts, self._adaptations
+        tokens = Tokens(facts.ranks, facts.place)
+        made: dict[int, Boundary] = {}
+        for name, module in facts.modules.items():
+            if id(module) not in made:
+                made[id(module)] = boundary = CheckedBoundary(self.watch, name, module, name in self._opaque)
+                planned = facts.boundaries.get(name) or BoundaryPlan(name, "", (), ())
+                changes = found.arguments.get(name, ())
+                boundary.arguments += [declared_arguments(self.watch, change) for change in changes]
+                boundary.inputs += self._inputs(planned, tokens)
+                boundary.outputs += found.results.get(name, ())
+                boundary.outputs += self._crossings(planned, "output", tokens)
+                changes = found.handed_on.get(name, ())
+                boundary.outputs += [declared_change(self.watch, change, name) for change in changes]
+        return list(made.values())
+
+    def paths(self) -> list[HookHandle]:
+        """Hooks that tell the watch which module is running."""
+        modules, seen, hooks = self._facts.backend.modules, set(), []
+        for name, module in self._facts.modules.items():
+            if id(module) not in seen:
+                seen.add(id(module))
+                path = _Path(self.watch, name)
+                hooks.append(modules.around_forward(module, path.enter, path.leave))
+        return hooks
+
+    def _inputs(self, planned: BoundaryPlan, tokens: Tokens) -> list[tuple[str, Any]]:
+        crossings = self._crossings(planned, "input", tokens)
+        return [(contract.name, each) for contract, each in zip(_of_numbers(planned.inputs), crossings)]
+
+    def _crossings(self, planned: BoundaryPlan, side: str, tokens: Tokens) -> list[Any]:
+        contracts = _of_numbers(planned.inputs if side == "input" else planned.outputs)
+        return [self._crossing(planned, contract, side, tokens) for contract in contracts]
+
+    def _crossing(self, planned: BoundaryPlan, contract: Contract, side: str, tokens: Tokens) -> Any:
+        facts, crossing = self._facts, None
+        if changed_axes(contract, facts.plan.mesh):
+            where = f"the {side} {contract.name!r} of {planned.module}"
+            crossing = Crossing(facts.backend, contract, facts.plan.mesh, tokens, where)
+        if self._is_inside_opaque(planned.module):
+            return crossing or _unchanged
+        vouched = side == "output" and planned.region == "opaque"
+        return CheckedCrossing(self.watch, contract, crossing, tokens, self._agreement, planned.module, side, vouched)
+
+    def _is_inside_opaque(self, name: str) -> bool:
+        """Tell whether something stands below an opaque region."""
+        return any(name != each and is_in(name, each) for each in self._opaque)
+
+
+class _Path:
+    """A module's place, told to the watch while it runs."""
+
+    def __init__(self, watch: Watch, name: str):
+        self._watch = watch
+        self._name = name
+
+    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The module begins."""
+        if not self._name:
+            self._watch.running.clear()  # an exception may have left something behind
+        self._watch.running.append(self._name)
+        return args, kwargs
+
+    def leave(self, output: Any) -> Any:
+        """It ends."""
+        while self._watch.running and self._watch.running.pop() != self._name:
+            pass
+        return output
+
+
+def _of_numbers(contracts: tuple[Contract, ...]) -> list[Contract]:
+    """The contracts of activations; those of tokens, which are indices, cross nothing."""
+    return [each for each in contracts if each.dims > 2]
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,71 @@
+"""What a user reads when a plan does not hold: where, what was found, what would be right, which line of the plan."""
+
+from __future__ import annotations
+
+from typing import Mapping, NamedTuple, Sequence
+
+from hyper_parallel.core.errors import ContractError
+from hyper_parallel.core.rules.table import RuleError
+
+
+class Found(NamedTuple):
+    """A tensor: its name among the arguments, its local shape, how it lies along each axis, and the line of the plan
+    that it comes from."""
+
+    name: str
+    shape: tuple[int, ...]
+    states: Mapping[str, str]
+    origin: str
+
+    def __str__(self) -> str:
+        lies = ", ".join(f"{axis}: {state}" for axis, state in self.states.items())
+        return f"{self.name} {list(self.shape)}".strip() + f" is {lies}"
+
+
+def place(module: str) -> str:
+    """Where it happened."""
+    return module or "outside of the model's modules"
+
+
+def operator_error(module: str, op: str, error: RuleError, found: Sequence[Found]) -> ContractError:
+    """An operator that would be wrong on what it was given, or that has no rule."""
+    along = f" over {error.axis}" if error.axis else ""
+    return _error(f"{place(module)}: {op}{along}: {error.reason}", found, error.legal)
+
+
+def untracked_error(module: str, op: str, shape: tuple[int, ...], name: str | None) -> ContractError:
+    """A tensor takes part in autograd, and nothing is known of how it lies."""
+    what = f"the parameter {name}" if name else f"a tensor of shape {list(shape)} that asks for a gradient"
+    return ContractError(
+        f"{place(module)}: {op}: it uses {what}, which the plan does not follow, so nobody knows whether its gradient "
+        "is a part on each rank\n"
+        "  legal: parameters of the plan and what is computed of them, read through their module's attribute; or a "
+        "tensor that asks for no gradient"
+    )
+
+
+def start_error(module: str, found: Found, axis: str) -> ContractError:
+    """Backward would start from a gradient that is not that of the tensor."""
+    return _error(
+        f"{place(module)}: backward over {axis}: every rank would start from the same gradient, which is not the "
+        "gradient of this tensor",
+        [found],
+        f"a loss that is replicate over {axis}, with the whole gradient on every rank, or a partial sum; "
+        "hyper_parallel.cross_entropy gives one",
+    )
+
+
+def boundary_error(module: str, side: str, problem: str, found: Found, legal: str, line: str) -> ContractError:
+    """A tensor reached a boundary otherwise than its contract says."""
+    return _error(f"{place(module)}: the {side}: {problem}", [found], legal, line)
+
+
+def gradient_error(module: str, side: str, problem: str, line: str) -> ContractError:
+    """A gradient came back otherwise than a contract says."""
+    return ContractError(f"{place(module)}: the gradient of the {side}: {problem}\n  plan: {line}")
+
+
+def _error(headline: str, found: Sequence[Found], legal: str, *lines: str) -> ContractError:
+    shown = [f"  found: {each}" for each in found]
+    planned = dict.fromkeys([*lines, *(each.origin for each in found if each.origin)])
+    return ContractError("\n".join([headline, *shown, f"  legal: {legal}", *(f"  plan: {line}" for line in planned)]))

@@ -1,0 +1,39 @@
+"""Parameters as followed tensors: what a plan says of each, as states."""
+
+from __future__ import annotations
+
+from hyper_parallel.core.errors import ContractError
+from hyper_parallel.core.placement import Replicate
+from hyper_parallel.core.plan.plan import ParameterPlan
+from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State
+from hyper_parallel.core.validation.contracts import written
+
+
+def line_of(parameter: ParameterPlan) -> str:
+    """A parameter's line of the plan."""
+    pending = ", ".join(parameter.pending)
+    return f"parameter {parameter.name}: placements: {written(parameter.placements)}, pending: [{pending}]"
+
+
+def parameter_states(parameter: ParameterPlan, axes: tuple[str, ...], is_share: bool) -> tuple[State, ...]:
+    """How a parameter lies along each axis. With `is_share` it counts once: one rank has it, others have zeros.
+
+    Raises:
+        ContractError: the plan calls the gradient of a part a partial sum.
+    """
+    return tuple(_state(parameter, axis, is_share) for axis in axes)
+
+
+def _state(parameter: ParameterPlan, axis: str, is_share: bool) -> State:
+    placement, pending = parameter.placements.get(axis, Replicate()), axis in parameter.pending
+    if not isinstance(placement, Replicate):
+        if pending:
+            raise ContractError(
+                f"{parameter.name}: its gradient is said to be a partial sum over {axis}, which cuts it: each rank "
+                "computes all of the gradient of its part, and the sum would mix the parts of several ranks\n"
+                f"  legal: pending without {axis}\n  plan: {line_of(parameter)}"
+            )
+        return State(placement)
+    if is_share and axis == "tensor":
+        return PARTIAL
+    return COPIED if pending else WHOLE

@@ -1,0 +1,206 @@
+"""What follows a model while it runs: how its tensors lie, which module runs, what a plan's line has said.
+
+A followed tensor carries a `Track`. When an operator meets one, the backend describes the call, `Watch.infer` looks up
+or works out how the results lie, and the operator runs on the plain local tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Iterable, Mapping, Sequence
+
+from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.rules.call import Argument, Call, call_of
+from hyper_parallel.core.rules.state import PARTIAL, WHOLE, State, without_gradient
+from hyper_parallel.core.rules.table import RuleError, infer
+from hyper_parallel.core.validation.messages import Found, operator_error, start_error, untracked_error
+
+
+class Track:
+    """What a followed tensor carries.
+
+    `states` has one state for each of the watch's axes. `origin` is the line of the plan that the tensor comes from.
+    `live` says that a gradient would flow to it if operations were recorded; it tells constants from what a checkpoint
+    computes without recording.
+    """
+
+    __slots__ = ("watch", "states", "origin", "live")
+
+    def __init__(self, watch: Watch, states: tuple[State, ...], origin: str, live: bool):
+        self.watch = watch
+        self.states = states
+        self.origin = origin
+        self.live = live
+
+    def __deepcopy__(self, memo: dict) -> Track:
+        return self
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}: {state}" for axis, state in zip(self.watch.axes, self.states))
+
+
+@dataclass
+class Watch:
+    """The validation of one model on one rank.
+
+    `axes` are the mesh axes that are followed, with `sizes` ranks each: those along which one model is computed by
+    several ranks. Along the others each rank works on samples of its own. `tables` are the modules that look tokens up
+    in a part of a vocabulary.
+    """
+
+    backend: Backend
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    running: list[str] = field(default_factory=list)
+    tables: frozenset[str] = frozenset()
+    names: Mapping[int, str] = field(default_factory=dict)
+    operators: int = 0
+    """How many calls of operators have been followed."""
+    boundaries: set[str] = field(default_factory=set)
+    """The boundaries that have been checked."""
+
+    @property
+    def whole(self) -> tuple[State, ...]:
+        """The states of what is the same on every rank."""
+        return (WHOLE,) * len(self.axes)
+
+    @property
+    def module(self) -> str:
+        """The module that is running, "" outside of the model."""
+        return self.running[-1] if self.running else ""
+
+    def infer(self, op: str, arguments: Mapping[str, Any]) -> list[Track]:
+        """How each tensor lies that an operator returns.
+
+        Args:
+            op: its canonical name.
+            arguments: its arguments by canonical name, tensors as they are.
+
+        Raises:
+            ContractError: the operator would be wrong, or has no rule.
+        """
+        self.operators += 1
+        seen: list[tuple[Argument, Tensor]] = []
+        call = self._call(op, arguments, seen)
+        live = any(argument.takes_part for argument, _ in seen)
+        try:
+            states = infer(call)
+        except RuleError as error:
+            states = None if self.backend.autograd.grad_enabled() else self._without_gradients(call, seen)
+            if states is None:
+                raise operator_error(self.module, op, error, self._found(call, seen)) from None
+            live = False
+        origin = self._origin(seen)
+        return [Track(self, each, origin, live) for each in states]
+
+    def require_whole_gradient(self, loss: Tensor) -> None:
+        """Raise `ContractError` unless backward may start from `loss` with a gradient of ones on every rank: each then
+        gives the whole gradient."""
+        track = self.track_of(loss)
+        for axis, state in zip(self.axes, track.states):
+            if state.cut is not None or state.pending:
+                raise start_error(self.module, self.found(loss, "loss"), axis)
+
+    def require_alike(self, tensor: Tensor, gradient: Tensor) -> None:
+        """Raise `ContractError` unless a gradient that backward is to start from lies as its tensor does."""
+        own, other = self.track_of(tensor), self.track_of(gradient)
+        for place, axis in enumerate(self.axes):
+            state = WHOLE if other is None else other.states[place]
+            wanted = own.states[place]
+            if state.cut != wanted.cut or state.blocks != wanted.blocks or state.is_partial != wanted.pending:
+                raise start_error(self.module, self.found(tensor, "tensor"), axis)
+
+    def written_below(self, base: Track, shape: tuple[int, ...], track: Track, view: tuple[int, ...]) -> Track:
+        """What a tensor carries of which a view was written: what was known of it holds no more, but for how it is
+        cut."""
+        states = []
+        for old, new in zip(base.states, track.states):
+            if not old.is_replicate:
+                states.append(old)
+            elif new.is_partial:
+                states.append(PARTIAL)
+            else:
+                states.append(new if shape == view else replace(old, same=(), zero=False, pending=new.pending))
+        return Track(self, tuple(states), track.origin, base.live or track.live)
+
+    def track_of(self, tensor: Tensor) -> Track | None:
+        """What a tensor carries, if it is followed."""
+        return self.backend.interception.track_of(tensor)
+
+    def found(self, tensor: Tensor, name: str = "") -> Found:
+        """A tensor as messages show it."""
+        track = self.track_of(tensor)
+        states = track.states if track else self.whole
+        lies = {axis: str(state) for axis, state in zip(self.axes, states)}
+        return Found(name, tuple(tensor.shape), lies, track.origin if track else "")
+
+    def takes_part(self, tensor: Tensor, track: Track) -> bool:
+        """Tell whether a gradient flows to a followed tensor, or would if operations were recorded."""
+        autograd = self.backend.autograd
+        return autograd.takes_part(tensor) if autograd.grad_enabled() else track.live
+
+    def _call(self, op: str, arguments: Mapping[str, Any], seen: list[tuple[Argument, Tensor]]) -> Call:
+        tensors = self.backend.tensors
+
+        def describe(value: Any) -> Argument | None:
+            if not tensors.is_tensor(value):
+                return None
+            track = self.track_of(value)
+            if track is None:
+                part, states = self._no_part(op, value), self._constant(value)
+            else:
+                part, states = self.takes_part(value, track), track.states
+            argument = Argument(tuple(value.shape), tensors.dtype_name(value), part, states)
+            seen.append((argument, value))
+            return argument
+
+        declared = frozenset({"vocabulary"}) if not self.tables.isdisjoint(self.running) else frozenset()
+        return call_of(op, arguments, self.axes, self.sizes, describe, declared)
+
+    def _constant(self, tensor: Tensor) -> tuple[State, ...]:
+        """How a tensor lies that is not followed: what the model's code makes is the same on every rank."""
+        repeated = self.backend.interception.repeated_dims(tensor)
+        return (State(same=repeated),) * len(self.axes) if repeated else self.whole
+
+    def _no_part(self, op: str, tensor: Tensor) -> bool:
+        """False: what is not followed takes no part in autograd, else nobody would know how its gradient lies."""
+        autograd = self.backend.autograd
+        if autograd.grad_enabled() and autograd.takes_part(tensor):
+            raise untracked_error(self.module, op, tuple(tensor.shape), self.names.get(id(tensor)))
+        return False
+
+    def _without_gradients(
+        self, call: Call, seen: Sequence[tuple[Argument, Tensor]]
+    ) -> tuple[tuple[State, ...], ...] | None:
+        """The states where nothing is recorded and no gradient will flow; None where the operator is wrong all the
+        same."""
+
+        def constant(value: Any) -> Any:
+            if isinstance(value, Argument):
+                states = tuple(without_gradient(each) for each in value.states)
+                return value._replace(takes_part=False, states=states)
+            return tuple(map(constant, value)) if type(value) is tuple else value
+
+        arguments = tuple((name, constant(value)) for name, value in call.arguments)
+        try:
+            return infer(call._replace(arguments=arguments))
+        except RuleError:
+            return None
+
+    def _found(self, call: Call, seen: Sequence[tuple[Argument, Tensor]]) -> list[Found]:
+        """The tensors of a call by the names of its arguments."""
+        by_identity = {id(argument): tensor for argument, tensor in seen}
+        return [self.found(by_identity[id(each)], name) for name, each in _named(call.arguments)]
+
+    def _origin(self, seen: Sequence[tuple[Argument, Tensor]]) -> str:
+        """The line that the result is said to come from: that of the first tensor that is followed."""
+        tracks = (self.track_of(tensor) for _, tensor in seen)
+        return next((track.origin for track in tracks if track is not None), "")
+
+
+def _named(arguments: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Argument]]:
+    for name, value in arguments:
+        if isinstance(value, Argument):
+            yield name, value
+        elif type(value) is tuple:
+            yield from _named((f"{name}[{place}]", each) for place, each in enumerate(value))
