@@ -1,0 +1,65 @@
+"""The loss inside of a model: Hugging Face's models compute it from logits that are a part of the vocabulary here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.execution.adaptations import Adaptations
+from hyper_parallel.core.execution.facts import Facts, is_cut
+from hyper_parallel.core.execution.loss import planned_cross_entropy
+from hyper_parallel.core.placement import Shard
+from hyper_parallel.core.plan.contracts import FEATURES
+from hyper_parallel.core.plan.model_json import config_of
+from hyper_parallel.core.plan.plan import ShardingPlan
+
+KIND = "ForCausalLM"
+"""What a model's `loss_type` says when its loss is the cross entropy of each next token."""
+
+BALANCE = "output_router_logits"
+"""The configuration's key that adds a loss on the routers' scores."""
+
+
+class CausalLoss:
+    """Stands in for such a model's `loss_function`, with the same arguments and the same value."""
+
+    def __init__(self, backend: Backend, plan: ShardingPlan):
+        self._backend = backend
+        self._plan = plan
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean over the tokens that count, or their sum over `num_items_in_batch`. Labels are shifted here, unless
+        `shift_labels` are given. The size of the vocabulary is the plan's, whatever the model says."""
+        if shift_labels is None:
+            logits, shift_labels = logits[..., :-1, :], labels[..., 1:]
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = planned_cross_entropy(self._backend, self._plan, logits, shift_labels, reduction, ignore_index)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def find_losses(facts: Facts, found: Adaptations) -> None:
+    """Have models that compute their loss themselves compute it from a part of the vocabulary.
+
+    A loss on routers' scores is refused beside cut experts: every tensor rank has all scores, and a part of the
+    gradient of what they are used for, so that a gradient which is whole already would count once for each rank.
+    """
+    heads = [each for each in facts.plan.boundaries if each.kind == "head"]
+    parts = any(Shard(FEATURES) in each.outputs[0].after.values() for each in heads)
+    for module in facts.modules.values() if parts else ():
+        if vars(module).get("loss_type") == KIND and "_loss_function" not in vars(module):
+            found.show(module, "_loss_function", CausalLoss(facts.backend, facts.plan))
+    cut = any(is_cut(each) and each.role.startswith("expert") for each in facts.plan.parameters)
+    if cut and config_of(facts.model).get(BALANCE):
+        found.problems.append(
+            f"the configuration has {BALANCE}=true, whose balance loss would count {facts.ranks} times where tensor "
+            "cuts the experts; set it to false"
+        )
