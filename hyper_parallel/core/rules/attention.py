@@ -14,7 +14,7 @@ def attention(view: View) -> State:
     """`query` [..., heads, L, D], `key` [..., heads, S, D], `value` [..., heads, S, E], a mask that is broadcast to
     [..., heads, L, S]; the result is [..., heads, L, E]. With `grouped` several query heads share one of the others."""
     query, key, value = view["query"], view["key"], view["value"]
-    refuse_partial(view.op, view.operands)
+    refuse_partial(view.op, [each for each in view.operands if each is not value or view.get("dropout", 0.0)])
     refuse_cut(view.op, query, [query.dims - 1], "needs all features of a head before its softmax")
     for each in (key, value):
         refuse_cut(view.op, each, [each.dims - 2], "needs all keys for its softmax")

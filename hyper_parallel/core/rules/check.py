@@ -94,6 +94,8 @@ def _check_one(
     parts = [[_part(array, state, rank, ranks) for array, state in zip(arrays, states)] for rank in range(ranks)]
     try:
         inferred = {program.inferred(part, states, ranks) for part in parts}
+    except ERRORS:  # the framework refuses these shapes itself
+        return Finding(states, None, None, "right")
     except RuleError as error:
         found = whole.any_states(parts, states)
         return Finding(states, None, error, "right" if found is None else "too strict", found)
@@ -125,6 +127,8 @@ class _Whole:
         try:
             values = [self.program.run(part) for part in parts]
         except ERRORS:
+            return None
+        if any(len(each) != len(self.outputs) for each in values):
             return None
         choices = []
         for place, whole in enumerate(self.outputs):

@@ -89,7 +89,7 @@ def _check_alike(op: str, first: Operand, dim: int, other: Operand, into: dict[i
 
 
 def _check_repeats(op: str, first: Operand, other: Operand, dim: int) -> None:
-    if not other.repeats(dim):
+    if not other.repeats(dim) or other.shape[dim] not in (1, first.shape[first.state.cut]):
         raise RuleError(
             f"{op}: {other.name} {list(other.shape)} is whole along dim {dim}, where {first.name} "
             f"{list(first.shape)} holds only this rank's part",

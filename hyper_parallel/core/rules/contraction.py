@@ -58,8 +58,6 @@ def added_product(view: View) -> State:
     names = _numbered("batch", left.dims - 2)
     labels = ([*names, "row", "in"], [*names, "in", "column"])
     product = contract(view.op, (left, right), labels, [*names, "row", "column"])
-    if view.get("beta", 1) == 0:
-        return product.state
     return _plus(view.op, product, view["input"])
 
 

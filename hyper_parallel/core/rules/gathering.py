@@ -64,6 +64,11 @@ def scatter(view: View) -> State:
 @rule("scatter_add", "input dim index src")
 def scatter_add(view: View) -> State:
     """Elements added to those of `input` at the places that `index` names along `dim`."""
+    x, index = view["input"], view["index"]
+    dim = resolve(view["dim"], x.dims)
+    if index.state.cut == dim:
+        refuse_cut(view.op, x, [dim], "adds to elements by their places in the whole dim")
+        return _added_by_part(view, index.state.at(dim))
     return _put(view, [view["input"], view["src"]])
 
 
@@ -75,7 +80,7 @@ def index_add(view: View) -> State:
     refuse_partial(view.op, [index])
     refuse_cut(view.op, x, [dim], "adds to elements by their places in the whole dim")
     if index.state.cut is not None or source.state.cut == dim:
-        return _added_by_part(view, x, index, source, dim)
+        return _added_by_part(view, State() if index.state.cut is None else index.state.at(dim))
     if x.state.is_partial or source.state.is_partial:
         return _summands(view, (x, source))
     beside = [(each, {at: at for at in range(x.dims) if at != dim}) for each in (x, source)]
@@ -119,13 +124,22 @@ def argsort(view: View) -> State:
     return _along(view)
 
 
-@rule("nonzero unique masked_select", "input", constant=None)
+@rule("nonzero unique", "input", constant=None)
 def found(view: View) -> State:
     """What there is of a kind: as many as the values say."""
     refuse_partial(view.op, view.operands)
     for each in view.operands:
         refuse_cut(view.op, each, range(each.dims), "finds a number of elements that differs among ranks")
     return State()
+
+
+@rule("masked_select", "input mask")
+def masked(view: View) -> State:
+    """The elements where the mask is true, as many as it has."""
+    refuse_partial(view.op, [view["mask"]])
+    for each in view.operands:
+        refuse_cut(view.op, each, range(each.dims), "finds a number of elements that differs among ranks")
+    return PARTIAL if view["input"].state.is_partial else State()
 
 
 @rule("nonzero_tuple", "input", constant=None)
@@ -185,17 +199,19 @@ def _put(view: View, summed: Sequence[Operand]) -> State:
     return merge_cuts(view.op, [(each, _each(each)) for each in view.operands]) or State()
 
 
-def _added_by_part(view: View, x: Operand, index: Operand, source: Operand, dim: int) -> State:
-    """Each rank adds its own part of the slices, so that the sums are pending."""
-    if index.state.cut != 0 or source.state != index.state.at(dim):
+def _added_by_part(view: View, wanted: State) -> State:
+    """Each rank adds its own part of the elements, which lie as `wanted`, so that the sums are pending."""
+    x, index = view["input"], view["index"]
+    source = view.get("source", view.get("src"))
+    if source.state != wanted:
         raise RuleError(
-            f"{view.op}: {index.name} is {index.state} and {source.name} is {source.state}, which are different slices",
+            f"{view.op}: {index.name} is {index.state} and {source.name} is {source.state}, which are different parts",
             "both cut alike, or both replicate",
         )
     if not (x.state.is_partial or x.state.zero):
         raise RuleError(
-            f"{view.op}: each rank adds a part of the slices to {x.name}, which is {x.state} and would be counted once "
-            "on every rank",
+            f"{view.op}: each rank adds its own part to {x.name}, which is {x.state} and would be counted once on "
+            "every rank",
             f"{x.name} of zeros, or {source.name} and {index.name} as replicate",
         )
     return PARTIAL

@@ -55,9 +55,10 @@ def setitem(view: View) -> State:
     if target.state.cut is not None:
         return target.state
     into = taken.dims[state.cut]
-    if into is None:
+    if into is None or taken.shape[state.cut] != target.shape[into]:
         raise RuleError(
-            f"{value.name} is {value.state} along a dim that {target.name} does not have", f"{value.name} as replicate"
+            f"{value.name} is {value.state} along a dim of which {target.name} {list(target.shape)} has another size",
+            f"{value.name} as replicate, or written along all of a dim",
         )
     return state.at(into)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Sequence
 
 from hyper_parallel.core.rules.call import Operand, View
-from hyper_parallel.core.rules.checks import refuse_cut, refuse_partial, resolve, resolve_all
+from hyper_parallel.core.rules.checks import merge_cuts, only_partial, refuse_cut, refuse_partial, resolve, resolve_all
 from hyper_parallel.core.rules.state import PARTIAL, State
 from hyper_parallel.core.rules.table import RuleError, rule
 
@@ -75,14 +75,16 @@ def running(view: View) -> State | Sequence[State]:
 
 @rule("diff", "input n dim prepend append")
 def differences(view: View) -> State:
-    """Differences of neighbours along a dim."""
-    x, dim = view["input"], resolve(view.get("dim", -1), view["input"].dims)
-    refuse_partial(view.op, view.operands)
+    """Differences of neighbours along a dim, of tensors that are joined there."""
+    dim = resolve(view.get("dim", -1), view["input"].dims)
     for each in view.operands:
-        refuse_cut(view.op, each, range(each.dims) if each is not x else [dim], "looks at neighbours in other parts")
-    if len(view.operands) > 1:
-        refuse_cut(view.op, x, range(x.dims), "joins it to what is whole")
-    return State() if x.state.is_replicate else x.state
+        refuse_cut(view.op, each, [dim], "looks at neighbours in another rank's part")
+    if any(each.state.is_partial for each in view.operands):
+        if not only_partial(view.operands):
+            refuse_partial(view.op, view.operands)
+        return PARTIAL
+    beside = [(each, {at: at for at in range(each.dims) if at != dim}) for each in view.operands]
+    return merge_cuts(view.op, beside) or State()
 
 
 @rule("read", "input other", constant=None)

@@ -21,8 +21,12 @@ def reshape(view: View) -> State:
 
 @rule("view_as reshape_as", "input other", silent=("other",))
 def reshape_as(view: View) -> State:
-    """The elements in the shape of another tensor."""
-    return reshaped(view["input"], view["other"].shape)
+    """The elements in the shape of another tensor, which is cut where they are."""
+    other = view["other"]
+    state = reshaped(view["input"], other.shape)
+    if state.cut != other.state.cut:
+        raise _other_shape(view, state, other)
+    return state
 
 
 @rule("flatten", "input start_dim end_dim")
@@ -30,14 +34,23 @@ def flatten(view: View) -> State:
     """Several dims made one."""
     x = view["input"]
     first, last = resolve(view.get("start_dim", 0), x.dims), resolve(view.get("end_dim", -1), x.dims)
-    return reshaped(x, (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :]))
+    shape = (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :])
+    if x.state.cut is None:
+        return reshaped(x, shape)
+    place = min(x.state.cut, first) if x.state.cut <= last else x.state.cut - (last - first)
+    return reshaped(x, shape, range(place, place + 1))
 
 
 @rule("unflatten", "input dim sizes")
 def unflatten(view: View) -> State:
     """One dim made several."""
     x, dim, sizes = view["input"], resolve(view["dim"], view["input"].dims), view["sizes"]
-    return reshaped(x, (*x.shape[:dim], *_resolved(x.shape[dim], sizes), *x.shape[dim + 1 :]), dim, sizes)
+    shape = (*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+    if x.state.cut is None:
+        return reshaped(x, shape)
+    more = len(sizes) - 1
+    places = range(dim, dim + more + 1) if x.state.cut == dim else [x.state.cut + more * (x.state.cut > dim)]
+    return reshaped(x, shape, places)
 
 
 @rule("permute", "input *dims")
@@ -109,8 +122,22 @@ def expand(view: View) -> State:
 
 @rule("expand_as", "input other", silent=("other",))
 def expand_as(view: View) -> State:
-    """Repeated to the shape of another tensor."""
-    return expanded(view["input"], view["other"].shape)
+    """Repeated to the shape of another tensor. Where that is cut the elements are so too, or are repeated."""
+    x, other = view["input"], view["other"]
+    state = expanded(x, other.shape)
+    if state.is_replicate and other.state.cut in state.same:
+        return other.state
+    if state.cut != other.state.cut:
+        raise _other_shape(view, state, other)
+    return state
+
+
+def _other_shape(view: View, state: State, other: Operand) -> RuleError:
+    """What is made is not cut as the tensor is whose local shape it takes."""
+    return RuleError(
+        f"{view.op}: the result would be {state}, but the shape is that of {other.name}, which is {other.state}",
+        f"both cut alike, or {other.name} as {state.placement}",
+    )
 
 
 @rule("repeat", "input *repeats")
@@ -173,15 +200,14 @@ def diagonal(view: View) -> State:
     return renamed(x.state, {dim: place for place, dim in enumerate(left)})
 
 
-def reshaped(x: Operand, shape: Shape, dim: int | None = None, sizes: Shape | None = None) -> State:
+def reshaped(x: Operand, shape: Shape, among: Sequence[int] | None = None) -> State:
     """The state of `x` in another shape.
 
     The local tensor is `before` parts one after the other, each of which holds this rank's share of what is cut. In
     the new shape the cut stands at a dim before which the parts are counted in full: they are the dims to its left,
     and blocks of its own. Splitting a cut dim leaves the cut with the leftmost factor; dims that are merged with
-    it from the left become blocks. `dim` and `sizes` tell where a -1 stood before it was resolved.
+    it from the left become blocks. `among` are the places where it can stand, where more is known than the shape.
     """
-    hole = _hole(shape) if sizes is None else None if _hole(sizes) is None else dim + _hole(sizes)
     resolved = _resolved(prod(x.shape), shape)
     if prod(resolved) != prod(x.shape):
         raise RuleError(
@@ -192,7 +218,8 @@ def reshaped(x: Operand, shape: Shape, dim: int | None = None, sizes: Shape | No
         return PARTIAL
     if x.state.is_replicate:
         return State(same=_still_same(x, resolved), zero=x.state.zero)
-    return _carried(x, resolved, hole)
+    hole = tuple(shape).index(-1) if -1 in shape else None
+    return _carried(x, resolved, hole, range(len(shape)) if among is None else among)
 
 
 def moved(x: Operand, order: Sequence[int]) -> State:
@@ -234,10 +261,6 @@ def _resolved(count: int, shape: Shape) -> tuple[int, ...]:
     return tuple(count // known if size == -1 and known else size for size in shape)
 
 
-def _hole(shape: Shape) -> int | None:
-    return tuple(shape).index(-1) if -1 in shape else None
-
-
 def _several(value: int | Sequence[int]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
@@ -265,7 +288,7 @@ def _strides(shape: Shape) -> list[int]:
     return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _carried(x: Operand, shape: Shape, hole: int | None) -> State:
+def _carried(x: Operand, shape: Shape, hole: int | None, among: Sequence[int]) -> State:
     """Where the cut of `x` stands in the new shape."""
     dim, sizes = x.state.cut, [max(size, 1) for size in x.shape]  # what is empty has a place as one element has
     parts, new = prod(sizes[:dim]) * x.state.blocks, [max(size, 1) for size in shape]
@@ -273,7 +296,7 @@ def _carried(x: Operand, shape: Shape, hole: int | None) -> State:
     places = [
         (place, parts // left)
         for place, left in enumerate(before)
-        if not parts % left and not new[place] % (parts // left)
+        if place in among and not parts % left and not new[place] % (parts // left)
     ]
     if not places:
         raise RuleError(
@@ -281,8 +304,29 @@ def _carried(x: Operand, shape: Shape, hole: int | None) -> State:
             "it would be spread over several dims, among the parts of others",
             "a shape that keeps the cut dim, splits it, or merges it with its neighbours",
         )
-    place, blocks = _chosen(x, shape, places, hole)
+    place, blocks = _chosen(x, shape, _among_changed(x, shape, places), hole)
     return cut(place, blocks, _carried_unit(x, shape, prod(sizes[dim + 1 :]), prod(new[place + 1 :])))
+
+
+def _among_changed(x: Operand, shape: Shape, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The places among the dims that are not the same in both shapes, counted from both ends.
+
+    Where a dim could be counted from either end, that of a tensor with heads, which has more than three dims, is
+    counted from the front: samples stay, and heads are repeated. Of others the last dim, features, stays; and heads
+    [samples, heads, tokens, features] that are made one of three dims are merged with the samples.
+    """
+    left, right, room = 0, 0, len(shape) - 1
+    with_samples = (x.dims, len(shape), x.state.cut) == (4, 3, 1)
+    for end in ("left", "right") if x.dims > 3 and not with_samples else ("right", "left"):
+        while end == "left" and left < min(x.state.cut, room - right) and shape[left] == x.shape[left]:
+            left += 1
+        while (
+            end == "right"
+            and right < min(x.dims - 1 - x.state.cut, room - left)
+            and shape[-1 - right] == x.shape[-1 - right]
+        ):
+            right += 1
+    return [each for each in places if left <= each[0] <= room - right] or places
 
 
 def _carried_unit(x: Operand, shape: Shape, old: int, new: int) -> int:
@@ -303,9 +347,9 @@ def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int |
     """One of the places where the cut can stand; they differ only where dims have one element for each block.
 
     With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
-    order: what keeps its shape keeps its cut; a -1 stands where the size depends on the rank; a unit tells; features,
-    the last dim, are what is split into heads; what was merged is split again; what stands to the left of the cut dim
-    stays; features take in what is merged with them; and other dims do so with blocks.
+    order: what keeps its shape keeps its cut; a -1 that stands for one head on each rank; a unit; features, the last
+    dim, are what is split into heads; what was merged is split again; what stands to the left of the cut dim stays; a
+    -1 stands for what is merged; features take in what is merged with them; and other dims do so with blocks.
     """
     cut_dim, old = x.state.cut, prod(x.shape[x.state.cut + 1 :])
     least = min(blocks for _, blocks in places)
@@ -313,11 +357,15 @@ def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int |
     after = {each: prod(shape[each[0] + 1 :]) for each in places}
     preferences = (
         [each for each in places if tuple(shape) == x.shape and each[0] == cut_dim],
-        [each for each in plain if each[0] == hole],
+        [each for each in places if each == (hole, x.state.blocks) and shape[each[0]] == x.state.blocks],
         [each for each in plain if x.state.unit > 1 and after[each] == x.state.unit * old],
-        plain if cut_dim == x.dims - 1 else [],
+        [each for each in plain if each[0] == hole and cut_dim == x.dims - 1],
+        plain if cut_dim == x.dims - 1 > 0 else [],
         [each for each in plain if after[each] == old],
+        [each for each in places if after[each] == old and each[1] == x.state.blocks],
         [each for each in places if each[0] == cut_dim and tuple(shape[: cut_dim + 1]) == x.shape[: cut_dim + 1]],
+        [each for each in places if each[0] == hole],
+        [each for each in places if each == (cut_dim, x.state.blocks) and x.state.blocks > 1],
         [each for each in plain if each[0] == len(shape) - 1],
         [each for each in places if after[each] == old],
         plain,

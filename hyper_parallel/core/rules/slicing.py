@@ -197,9 +197,11 @@ def _all_partial(op: str, tensors: Sequence[Operand]) -> State:
 
 def _joined_parts(op: str, tensors: Sequence[Operand], dim: int) -> State:
     """Tensors that are cut along the dim along which they are joined: their parts are blocks of the result."""
-    first = next(each for each in tensors if each.state.cut == dim)
+    first = max((each for each in tensors if each.state.cut == dim), key=lambda each: each.shape[dim])
     block = first.shape[dim] // first.state.blocks
     for each in tensors:
+        if each.shape[dim] == 0:
+            continue
         if each.state.cut != dim:
             raise RuleError(
                 f"{op}: {first.name} is {first.state} and {each.name} is {each.state}, but the result has one state",
@@ -211,7 +213,11 @@ def _joined_parts(op: str, tensors: Sequence[Operand], dim: int) -> State:
                 "is joined, into parts of different sizes, and no placement tells such parts",
                 "parts of one size, or all of them replicate",
             )
-    return cut(dim, sum(each.state.blocks for each in tensors), max(each.state.unit for each in tensors))
+    return cut(
+        dim,
+        sum(each.state.blocks for each in tensors if each.shape[dim]) or 1,
+        max(each.state.unit for each in tensors),
+    )
 
 
 def _without(gone: int, dims: int) -> dict[int, int]:
