@@ -7,10 +7,9 @@ from typing import Sequence
 
 from hyper_parallel.core.rules.call import Operand, View
 from hyper_parallel.core.rules.checks import refuse_cut, refuse_partial, resolve
+from hyper_parallel.core.rules.reshaping import Shape, reshaped
 from hyper_parallel.core.rules.state import PARTIAL, State, constant, cut
 from hyper_parallel.core.rules.table import RuleError, rule
-
-Shape = Sequence[int]
 
 
 @rule("reshape", "input *shape")
@@ -200,28 +199,6 @@ def diagonal(view: View) -> State:
     return renamed(x.state, {dim: place for place, dim in enumerate(left)})
 
 
-def reshaped(x: Operand, shape: Shape, among: Sequence[int] | None = None) -> State:
-    """The state of `x` in another shape.
-
-    The local tensor is `before` parts one after the other, each of which holds this rank's share of what is cut. In
-    the new shape the cut stands at a dim before which the parts are counted in full: they are the dims to its left,
-    and blocks of its own. Splitting a cut dim leaves the cut with the leftmost factor; dims that are merged with
-    it from the left become blocks. `among` are the places where it can stand, where more is known than the shape.
-    """
-    resolved = _resolved(prod(x.shape), shape)
-    if prod(resolved) != prod(x.shape):
-        raise RuleError(
-            f"{x.name} {list(x.shape)} can't become {list(shape)}: this rank holds {prod(x.shape)} elements",
-            "a shape of local sizes; what the model's code keeps as a number, such as that of heads, has to be local",
-        )
-    if x.state.is_partial:
-        return PARTIAL
-    if x.state.is_replicate:
-        return State(same=_still_same(x, resolved), zero=x.state.zero)
-    hole = tuple(shape).index(-1) if -1 in shape else None
-    return _carried(x, resolved, hole, range(len(shape)) if among is None else among)
-
-
 def moved(x: Operand, order: Sequence[int]) -> State:
     """The state of `x` with its dims in another order."""
     return renamed(x.state, {dim: place for place, dim in enumerate(order)})
@@ -255,119 +232,5 @@ def expanded(x: Operand, shape: Shape) -> State:
     return State(same=tuple(dim for dim in range(len(shape)) if dim < more or x.repeats(dim - more)))
 
 
-def _resolved(count: int, shape: Shape) -> tuple[int, ...]:
-    """The shape with -1 worked out."""
-    known = prod(size for size in shape if size != -1)
-    return tuple(count // known if size == -1 and known else size for size in shape)
-
-
 def _several(value: int | Sequence[int]) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _still_same(x: Operand, shape: Shape) -> tuple[int, ...]:
-    """Dims of the new shape along which a replicated tensor repeats itself: those that lie inside a run of dims, of
-    size 1 or repeating, of the old one."""
-    runs: list[tuple[int, int]] = []
-    strides = _strides(x.shape)
-    for dim in range(x.dims):
-        if x.repeats(dim):
-            low, high = strides[dim], strides[dim] * x.shape[dim]
-            if runs and runs[-1][0] == high:
-                runs[-1] = (low, runs[-1][1])
-            else:
-                runs.append((low, high))
-    found = []
-    for dim, (size, stride) in enumerate(zip(shape, _strides(shape))):
-        if size > 1 and any(not stride % low and not high % (stride * size) for low, high in runs):
-            found.append(dim)
-    return tuple(found)
-
-
-def _strides(shape: Shape) -> list[int]:
-    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-def _carried(x: Operand, shape: Shape, hole: int | None, among: Sequence[int]) -> State:
-    """Where the cut of `x` stands in the new shape."""
-    dim, sizes = x.state.cut, [max(size, 1) for size in x.shape]  # what is empty has a place as one element has
-    parts, new = prod(sizes[:dim]) * x.state.blocks, [max(size, 1) for size in shape]
-    before = [prod(new[:place]) for place in range(len(new))]
-    places = [
-        (place, parts // left)
-        for place, left in enumerate(before)
-        if place in among and not parts % left and not new[place] % (parts // left)
-    ]
-    if not places:
-        raise RuleError(
-            f"{x.name} {list(x.shape)} is {x.state}, and in the shape {list(shape)} no dim holds this rank's part: "
-            "it would be spread over several dims, among the parts of others",
-            "a shape that keeps the cut dim, splits it, or merges it with its neighbours",
-        )
-    place, blocks = _chosen(x, shape, _among_changed(x, shape, places), hole)
-    return cut(place, blocks, _carried_unit(x, shape, prod(sizes[dim + 1 :]), prod(new[place + 1 :])))
-
-
-def _among_changed(x: Operand, shape: Shape, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places among the dims that are not the same in both shapes, counted from both ends.
-
-    Where a dim could be counted from either end, that of a tensor with heads, which has more than three dims, is
-    counted from the front: samples stay, and heads are repeated. Of others the last dim, features, stays; and heads
-    [samples, heads, tokens, features] that are made one of three dims are merged with the samples.
-    """
-    left, right, room = 0, 0, len(shape) - 1
-    with_samples = (x.dims, len(shape), x.state.cut) == (4, 3, 1)
-    for end in ("left", "right") if x.dims > 3 and not with_samples else ("right", "left"):
-        while end == "left" and left < min(x.state.cut, room - right) and shape[left] == x.shape[left]:
-            left += 1
-        while (
-            end == "right"
-            and right < min(x.dims - 1 - x.state.cut, room - left)
-            and shape[-1 - right] == x.shape[-1 - right]
-        ):
-            right += 1
-    return [each for each in places if left <= each[0] <= room - right] or places
-
-
-def _carried_unit(x: Operand, shape: Shape, old: int, new: int) -> int:
-    """The unit of the new cut dim, each element of which stands for `new` numbers, as one of the old for `old`."""
-    unit = x.state.unit * old
-    if x.state.unit == 1 or not new % unit:
-        return 1
-    if old % new:
-        raise RuleError(
-            f"{x.name} {list(x.shape)} is {x.state} in units of {x.state.unit}, and the shape {list(shape)} splits it "
-            f"into parts of {new // old}",
-            f"the cut dim as (-1, {x.state.unit}); a number of heads in the model's code has to be local",
-        )
-    return unit // new
-
-
-def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int | None) -> tuple[int, int]:
-    """One of the places where the cut can stand; they differ only where dims have one element for each block.
-
-    With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
-    order: what keeps its shape keeps its cut; a -1 that stands for one head on each rank; a unit; features, the last
-    dim, are what is split into heads; what was merged is split again; what stands to the left of the cut dim stays; a
-    -1 stands for what is merged; features take in what is merged with them; and other dims do so with blocks.
-    """
-    cut_dim, old = x.state.cut, prod(x.shape[x.state.cut + 1 :])
-    least = min(blocks for _, blocks in places)
-    plain = [each for each in places if each[1] == least]
-    after = {each: prod(shape[each[0] + 1 :]) for each in places}
-    preferences = (
-        [each for each in places if tuple(shape) == x.shape and each[0] == cut_dim],
-        [each for each in places if each == (hole, x.state.blocks) and shape[each[0]] == x.state.blocks],
-        [each for each in plain if x.state.unit > 1 and after[each] == x.state.unit * old],
-        [each for each in plain if each[0] == hole and cut_dim == x.dims - 1],
-        plain if cut_dim == x.dims - 1 > 0 else [],
-        [each for each in plain if after[each] == old],
-        [each for each in places if after[each] == old and each[1] == x.state.blocks],
-        [each for each in places if each[0] == cut_dim and tuple(shape[: cut_dim + 1]) == x.shape[: cut_dim + 1]],
-        [each for each in places if each[0] == hole],
-        [each for each in places if each == (cut_dim, x.state.blocks) and x.state.blocks > 1],
-        [each for each in plain if each[0] == len(shape) - 1],
-        [each for each in places if after[each] == old],
-        plain,
-    )
-    return next(found for found in preferences if found)[0]
