@@ -112,7 +112,7 @@ def _width(family: str, parameter: ParameterDescription, role: Assignment) -> in
 
 
 def _attention_widths(members: list[Known]) -> str | None:
-    """Where nothing tells the heads, projections must at least fit each other."""
+    """Projections must fit each other, whether or not anything tells the heads."""
     rows = {
         role.role: parameter.shape[role.output_dim]
         for _, parameter, role in members
@@ -124,6 +124,9 @@ def _attention_widths(members: list[Known]) -> str | None:
     query, key, value = rows.get("query"), rows.get("key"), rows.get("value")
     if not (query and key and value):
         return None
+    heads, keys = (next((r.heads for _, _, r in members if r.role == each), None) for each in ("query", "key"))
+    if heads and keys and query * keys == key * heads and value * heads == closing * keys:
+        return None  # values may be of another size than queries and keys
     if key != value or query % key:
         return f"{query} query, {key} key and {value} value features don't make groups of heads"
     if query not in (closing, 2 * closing):

@@ -171,5 +171,9 @@ gradient."""
 GATED_QUERIES: frozenset[str] = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
 """Attention whose query projection gives, head by head, a query and a gate of the same size."""
 
+OWN_HEADS: frozenset[str] = frozenset({"MiMoV2FlashAttention"})
+"""Attention whose values have `v_head_dim` features each, and whose layers have other numbers of key/value heads than
+the configuration says: the rows of `k_proj` tell."""
+
 RESIDUAL_INSIDE: frozenset[str] = frozenset({"BloomAttention", "BloomMLP", "MptMLP"})
 """Modules that add hidden states from outside to their result: only their last linear's output is summed over ranks."""

@@ -83,6 +83,7 @@ class WholeParameters:
             self._conflicts[name] = (
                 self._tied_to_a_cut(name)
                 or self._around_a_cut(name)
+                or self._in_a_mixer(place)
                 or self._among_others(name, place)
                 or self._by_size(name, place)
             )
@@ -124,6 +125,14 @@ class WholeParameters:
             f"works on what {inner} does, which {_cuts(axes)}",
             self._lines(name, self._unit(self._holder[inner]), axes),
         )
+
+    def _in_a_mixer(self, place: Place) -> Conflict | None:
+        """In a mixer whose projections are cut, and give each rank a part of the gradient of hidden states; who else
+        reads these would give all of it to each."""
+        if self.draft.kinds.get(place.inside) != "mixer" or not self._scope_of[place.inside].cut:
+            return None
+        message = f"stands in the mixer {place.inside}, whose projections of hidden states are cut"
+        return Conflict(message, ((f"{place.inside}.**", _NONE),))
 
     def _among_others(self, name: str, place: Place) -> Conflict | None:
         """In a module of its own that is only a part of what a block calls."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
-from hyper_parallel.core.plan.architectures import GATED_QUERIES
+from hyper_parallel.core.plan.architectures import GATED_QUERIES, OWN_HEADS
 from hyper_parallel.core.plan.model import ParameterDescription
 from hyper_parallel.core.plan.names import Name
 from hyper_parallel.core.plan.role_rules import CONFIG_KEYS, KINDS
@@ -82,7 +82,7 @@ class Sizes:
     def configured(self, key: str) -> int | None:
         """A positive whole number of the configuration, by its own key."""
         value = self.config.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        return value if _is_size(value) else None
 
     def size(self, symbol: str, holder: Path) -> Size | None:
         """What a rule's `output` or `input` stands for in the module `holder`; None where nothing tells."""
@@ -110,20 +110,31 @@ class Sizes:
         return self._heads[holder]
 
     def _find_heads(self, holder: Path) -> Heads:
-        count = self._configured("heads")
+        layer = _layer(holder)
+        count = self._configured("heads", layer)
         if not count or not self._is_of_this_model(holder):
             return self._heads_by_norm(holder)
         if "kv_b_proj" in self.children.get(holder, ()):
             return self._latent_heads(count.value)
-        keys = self._configured("key/value heads") or count
-        each = self._configured("head")
+        keys = self._configured("key/value heads", layer) or count
+        each = self._configured("head", layer)
         if each is None:
             if self.hidden is None or self.hidden.value % count.value:
                 return Heads(count.value, keys.value, source=count.source)
             each = Size(self.hidden.value // count.value, f"{self.hidden.source} / {count.source}")
         sources = ", ".join(dict.fromkeys((count.source, keys.source, each.source)))
+        if self._class_of(holder) in OWN_HEADS:
+            return self._own_heads(holder, count, each)
         gates = 2 if self._class_of(holder) in GATED_QUERIES else 1
         return Heads(count.value, keys.value, each.value, each.value, gates=gates, source=sources)
+
+    def _own_heads(self, holder: Path, count: Size, each: Size) -> Heads:
+        """Values of another size than keys, and as many of both as there are rows for."""
+        rows, value = self.extent(holder + ("k_proj",), 0), self.configured("v_head_dim")
+        if not rows or rows % each.value or not value:
+            return Heads(count.value, source=count.source)
+        source = f"{count.source}, {each.source}, v_head_dim, rows of k_proj"
+        return Heads(count.value, rows // each.value, each.value, value, source=source)
 
     def _is_of_this_model(self, holder: Path) -> bool:
         """Tell whether the configured heads are those of `holder`. Where there are several lists of blocks, or the
@@ -185,12 +196,40 @@ class Sizes:
         turned = self.configured("qk_rope_head_dim")
         return Size(latent.value + turned, f"{latent.source} + qk_rope_head_dim") if turned else None
 
-    def _configured(self, what: str) -> Size | None:
+    def _configured(self, what: str, layer: int | None = None) -> Size | None:
+        """What the configuration says of the model; or of one layer, where it says something else of that."""
         for key in CONFIG_KEYS[what]:
+            if layer is not None and (own := self._of_layer(key, layer)):
+                return own
             value = self.configured(key)
             if value:
                 return Size(value, key)
         return None
+
+    def _of_layer(self, key: str, layer: int) -> Size | None:
+        """A number of one layer: `per_layer_config` maps layers to what differs, `KEY_per_layer` lists all of them."""
+        layers, listed = self.config.get("per_layer_config"), self.config.get(f"{key}_per_layer")
+        if isinstance(layers, Mapping):
+            for number, own in layers.items():
+                if (
+                    str(number).isdigit()
+                    and int(number) == layer
+                    and isinstance(own, Mapping)
+                    and _is_size(own.get(key))
+                ):
+                    return Size(own[key], f"per_layer_config.{number}.{key}")
+        if isinstance(listed, (list, tuple)) and layer < len(listed) and _is_size(listed[layer]):
+            return Size(listed[layer], f"{key}_per_layer[{layer}]")
+        return None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _layer(path: Path) -> int | None:
+    """The number of the block that a module stands in, None for one in no list."""
+    return next((int(segment) for segment in path if segment.isdigit()), None)
 
 
 def _nested(config: Any) -> Iterator[Mapping[str, Any]]:

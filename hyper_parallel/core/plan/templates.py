@@ -108,12 +108,10 @@ class Streams:
 @dataclass(frozen=True)
 class Scope:
     """What a group acts in: the `block` around experts, their router and shared experts ("" where it is in none), and
-    whether `tensor` cuts anything in there; outside of blocks, anything of the group, or of the attention around it.
-    With `whole` every rank has all features inside."""
+    whether `tensor` cuts anything in there; outside of blocks, anything of the group, or of the attention around it."""
 
     block: str
     cut: bool
-    whole: bool = False
 
 
 def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member]) -> dict[str, Scope]:
@@ -133,7 +131,7 @@ def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[s
         elif kinds[module] == "wide_norm":
             around = (each for each in _above(module) if kinds.get(each) == "attention")
             own = any(cut[each] for each in around)
-        found[module] = Scope(block, own, whole=kinds[module] == "mixer")
+        found[module] = Scope(block, own)
     return found
 
 

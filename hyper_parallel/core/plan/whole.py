@@ -72,7 +72,7 @@ def pending_of_whole(placed: Placed, place: Place, scope: Scope | None, streams:
     """
     axes = [axis for axis in active(streams.mesh) if axis in BATCH_AXES]
     if not place.module:
-        cut = scope.cut and not scope.whole if scope else streams.sequence_parallel and not place.inside
+        cut = scope.cut if scope else streams.sequence_parallel and not place.inside
         axes += [axis for axis in active(streams.mesh) if axis == "context" or (axis == "tensor" and cut)]
     return replace(placed, pending=tuple(axes))
 

@@ -154,6 +154,28 @@ MODELS: dict[str, tuple[ModelDescription, dict[str, str]]] = {
         block("attn", "CodeGenAttention", plain(qkv_proj=(96, 32), out_proj=(32, 32))),
         {"qkv_proj.weight": CUT, "out_proj.weight": CLOSES},
     ),
+    # q and k are views by 8, v by v_head_dim; sliding layers have twice as many keys as the configuration says: 2 * 2.
+    "mimo_v2_flash": (
+        block(
+            "self_attn",
+            "MiMoV2FlashAttention",
+            plain(q_proj=(32, 32), k_proj=(32, 32), v_proj=(16, 32), o_proj=(32, 16))
+            | {"sinks": ((4,), "MiMoV2FlashAttention")},
+            v_head_dim=4,
+        ),
+        ATTENTION | {"sinks": CUT},
+    ),
+    # per_layer_config: this layer's heads have 16 features.
+    "gemma4_unified": (
+        block(
+            "self_attn",
+            "Gemma4UnifiedTextAttention",
+            plain(q_proj=(64, 32), k_proj=(32, 32), v_proj=(32, 32), o_proj=(32, 64))
+            | {f"{name}.weight": ((16,), "Gemma4UnifiedRMSNorm") for name in ("q_norm", "k_norm")},
+            per_layer_config={"00": {"head_dim": 16}, "1": {"head_dim": 4}},
+        ),
+        ATTENTION | {"q_norm.weight": PENDING, "k_norm.weight": PENDING},
+    ),
     # act_fn is a function of each inner feature with two numbers, the same for all.
     "apertus": (
         block(
@@ -232,6 +254,12 @@ FEW_GROUPS = block(
 )
 
 
+def test_as_many_keys_as_there_are_rows_for():
+    plan = hp.plan(MODELS["mimo_v2_flash"][0], hp.DeviceMesh((4,), ("tensor",)))
+    assert plan["layers.0.self_attn.k_proj.weight"].local_shape == (8, 32)
+    assert plan["layers.0.self_attn.v_proj.weight"].local_shape == (4, 32)
+
+
 def test_fewer_groups_of_heads_than_ranks_are_gathered():
     for ranks, gathers in ((2, False), (4, True)):
         plan = hp.plan(FEW_GROUPS, hp.DeviceMesh((ranks,), ("tensor",)))
@@ -247,15 +275,6 @@ REFUSED: dict[str, tuple[ModelDescription, str]] = {
         block("linear_attn", "OwnDeltaNet", plain(in_proj_qkvz=(96, 32), out_proj=(32, 32))),
         "no rule knows 'in_proj_qkvz.weight', [96, 32] of a Linear in a OwnDeltaNet",
     ),
-    "a parameter more in a mixer that is known": (
-        block(
-            "linear_attn",
-            "Qwen3NextGatedDeltaNet",
-            plain(in_proj_qkvz=(96, 32), out_proj=(32, 32), router=(4, 32)),
-        ),
-        "no rule knows 'router.weight', [4, 32] of a Linear in a Qwen3NextGatedDeltaNet; 'linear_attn' is cut around "
-        "it, so it may be kept whole only if it mixes no heads or inner features",
-    ),
     "a mixer that nothing closes": (
         block("linear_attn", "Qwen3NextGatedDeltaNet", plain(in_proj_qkvz=(96, 32)) | DELTA_NET),
         "'layers.0.linear_attn': expected one mixer_output that closes the cut, found 0",
@@ -264,6 +283,15 @@ REFUSED: dict[str, tuple[ModelDescription, str]] = {
         block("self_attn", "LagunaAttention", attention(g_proj=(6, 32))),
         "layers.0.self_attn.g_proj.weight [6, 32] has 6 gates; expected one for each of 4 heads, or for each of their "
         "8 features",
+    ),
+    "heads of another size than this layer's": (
+        block("self_attn", "OwnAttention", attention(), per_layer_config={"0": {"head_dim": 4}}),
+        "dim 0 of layers.0.self_attn.q_proj.weight [32, 32] is 32, expected 16: 4 heads of 4 (num_attention_heads, "
+        "num_key_value_heads, per_layer_config.0.head_dim)",
+    ),
+    "other heads in this layer than it has features for": (
+        block("self_attn", "LagunaAttention", attention(), num_attention_heads_per_layer=[8, 4]),
+        "expected 64: 8 heads of 8 (num_attention_heads_per_layer[0], num_key_value_heads, head_dim)",
     ),
     "a number for each inner feature": (
         block(
@@ -308,9 +336,25 @@ def test_a_projection_of_a_cut_mixer_keeps_its_role():
     assert "stays whole with role: none, while layers.0.linear_attn." in found.message
 
 
-def test_what_an_override_keeps_whole_in_a_mixer_has_all_of_its_gradient():
-    asked = {"parameters": {"layers.0.linear_attn.norm.weight": {"role": "none"}}}
-    assert hp.plan(QWEN3_NEXT, TENSOR, asked)["layers.0.linear_attn.norm.weight"].pending == ()
+def test_what_an_override_keeps_whole_in_a_cut_mixer():
+    name = "layers.0.linear_attn.conv1d.weight"
+    (found,) = mended(QWEN3_NEXT, TWO, {"parameters": {name: {"role": "none"}}})
+    assert (found.rule, found.line) == ("consistent", "layers.0.linear_attn.**: {role: none}")
+    assert found.message == (
+        "stays whole with role: none, and stands in the mixer layers.0.linear_attn, whose projections of hidden states "
+        "are cut"
+    )
+
+
+def test_a_parameter_more_in_a_mixer_that_is_known():
+    parameters = plain(in_proj_qkvz=(96, 32), in_proj_ba=(8, 32), out_proj=(32, 32), router=(4, 32)) | DELTA_NET
+    (found,) = mended(block("linear_attn", "Qwen3NextGatedDeltaNet", parameters), TWO)
+    assert (found.rule, found.line) == ("unknown", "layers.0.linear_attn.**: {role: none}")
+    assert found.message == (
+        "no rule knows 'router.weight', [4, 32] of a Linear in a Qwen3NextGatedDeltaNet; 'linear_attn' is cut around "
+        "it, so it may be kept whole only if it mixes no heads or inner features; it stands in the mixer "
+        "layers.0.linear_attn, whose projections of hidden states are cut"
+    )
 
 
 def test_a_whole_mixer_without_roles_runs_on_every_rank():
