@@ -122,27 +122,19 @@ def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int |
     """One of the places where the cut can stand; they differ only where dims have one element for each block.
 
     With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
-    order: what keeps its shape keeps its cut; a -1 that stands for one head on each rank; a unit; features, the last
-    dim, are what is split into heads; what was merged is split again; what stands to the left of the cut dim stays; a
-    -1 stands for what is merged; features take in what is merged with them; and other dims do so with blocks.
+    order: a -1 stands for the one head; a unit tells; features, the last dim, are what is split into heads; what was
+    merged is split again; blocks stay where they were.
     """
-    cut_dim, old = x.state.cut, prod(x.shape[x.state.cut + 1 :])
-    least = min(blocks for _, blocks in places)
-    plain = [each for each in places if each[1] == least]
+    dim, blocks, unit = x.state.cut, x.state.blocks, x.state.unit
+    old = prod(x.shape[dim + 1 :])
     after = {each: prod(shape[each[0] + 1 :]) for each in places}
+    plain = [each for each in places if each[1] == min(blocks for _, blocks in places)]
     preferences = (
-        [each for each in places if tuple(shape) == x.shape and each[0] == cut_dim],
-        [each for each in places if each == (hole, x.state.blocks) and shape[each[0]] == x.state.blocks],
-        [each for each in plain if x.state.unit > 1 and after[each] == x.state.unit * old],
-        [each for each in plain if each[0] == hole and cut_dim == x.dims - 1],
-        plain if cut_dim == x.dims - 1 > 0 else [],
+        [each for each in places if each == (hole, blocks) and shape[hole] == blocks],
+        [each for each in plain if unit > 1 and after[each] == unit * old],
+        plain if dim == x.dims - 1 > 0 else [],
         [each for each in plain if after[each] == old],
-        [each for each in places if after[each] == old and each[1] == x.state.blocks],
-        [each for each in places if each[0] == cut_dim and tuple(shape[: cut_dim + 1]) == x.shape[: cut_dim + 1]],
-        [each for each in places if each[0] == hole],
-        [each for each in places if each == (cut_dim, x.state.blocks) and x.state.blocks > 1],
-        [each for each in plain if each[0] == len(shape) - 1],
-        [each for each in places if after[each] == old],
+        [each for each in places if each == (dim, blocks) and blocks > 1],
         plain,
     )
     return next(found for found in preferences if found)[0]
