@@ -68,8 +68,16 @@ def plan(
     return derive(model, mesh, overrides)
 
 
-def parallelize(model: Module, plan: ShardingPlan) -> Module:
+MODES = ("production", "validate")
+
+
+def parallelize(model: Module, plan: ShardingPlan, mode: str = "production") -> Module:
     """Apply a plan to the model that it was made for, in place, and return the model. Called by every rank.
+
+    In production the model's own code runs on plain local tensors, and nothing but the plan's transitions is added. In
+    validation the same happens to tensors that say how they lie: every operator is looked up in the rule table before
+    it runs, and every boundary checks what comes, what goes on, and gradients in backward. docs/validation.md tells
+    more. `restore` undoes either.
 
     Afterwards every parameter holds its local shard; build the optimizer from `model`'s parameters after this call.
     MindSpore fixes the shape of a parameter's gradient when the parameter is made, so there the parameters are new
@@ -77,14 +85,23 @@ def parallelize(model: Module, plan: ShardingPlan) -> Module:
 
     All ranks must have started with equal values: shards are cut from what each rank holds.
 
+    Args:
+        model: a `torch.nn.Module` or a `mindspore.nn.Cell`.
+        plan: what `hyper_parallel.plan` has made of it.
+        mode: "production" or "validate".
+
     Raises:
         PlanError: the plan does not fit the model; lists every reason, and nothing is changed.
+        ContractError: in validation, the plan contradicts itself; likewise. Later, while the model runs: a tensor or a
+            gradient lies otherwise than the plan says, or an operator would be wrong on what it is given.
         ConfigError, LayoutError: the mesh has an axis that can't be run yet, the ranks are not joined, or the mesh is
             not one of all ranks; likewise.
     """
     if not isinstance(plan, ShardingPlan):
         raise ConfigError(f"parallelize: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")
-    apply_plan(backends.of_model(model), model, plan)
+    if mode not in MODES:
+        raise ConfigError(f'parallelize: mode is {mode!r}; write "production" or "validate"')
+    apply_plan(backends.of_model(model), model, plan, validate=mode == "validate")
     return model
 
 

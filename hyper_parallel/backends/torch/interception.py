@@ -14,6 +14,7 @@ from typing import Any, Callable, Iterator, Mapping
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from hyper_parallel.backends.torch.autograd import in_backward
 from hyper_parallel.backends.torch.operators import canonical
 from hyper_parallel.core.rules import state
 from hyper_parallel.core.validation.watch import Track
@@ -87,15 +88,28 @@ def watch_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None
     tensor.register_hook(lambda gradient: callback(plain(gradient)))
 
 
-def _backward(loss: torch.Tensor, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    """Backward starts from a gradient of ones on every rank, which is the whole gradient of what is whole or a sum."""
-    watch = loss._track.watch
-    if gradient is None:
-        watch.require_whole_gradient(loss)
-    else:
-        watch.require_alike(loss, gradient)
-    with _plain_for_now(loss):
-        loss.backward(None if gradient is None else plain(gradient), *args, **kwargs)
+def _backward_method(tensor: torch.Tensor, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    with _starting([tensor], [gradient]):
+        tensor.backward(gradient, *args, **kwargs)
+
+
+def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    with _starting(tensors, grad_tensors):
+        torch.autograd.backward(tensors, grad_tensors, *args, **kwargs)
+
+
+@contextmanager
+def _starting(tensors: Any, gradients: Any) -> Iterator[None]:
+    """Backward may start from these tensors: their gradients, ones where none is given, are theirs on every rank. Not
+    asked of a checkpoint, whose backward within backward goes on with gradients that have come so far."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    gradients = [gradients] if isinstance(gradients, torch.Tensor) else list(gradients or [None] * len(tensors))
+    if not in_backward():
+        for tensor, gradient in zip(tensors, gradients):
+            if isinstance(tensor, FollowedTensor):
+                tensor._track.watch.check_start(tensor, gradient)
+    with _plain_for_now(*_followed((tensors, gradients))):
+        yield
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
@@ -120,7 +134,8 @@ def _ask_for_gradient(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.
 
 
 _SPECIAL: Mapping[Callable, Callable] = {
-    torch.Tensor.backward: _backward,
+    torch.Tensor.backward: _backward_method,
+    torch.autograd.backward: _backward,
     torch.autograd.grad: _grad,
     torch.Tensor.detach: _detach,
     torch.Tensor.requires_grad_: _ask_for_gradient,

@@ -22,6 +22,7 @@ from hyper_parallel.core.placement import Replicate, Shard
 from hyper_parallel.core.plan.contracts import BoundaryPlan
 from hyper_parallel.core.plan.plan import ShardingPlan
 from hyper_parallel.core.regions import chunk_bounds
+from hyper_parallel.core.validation.loss import followed_loss
 
 
 class Vocabulary(NamedTuple):
@@ -108,9 +109,15 @@ def planned_cross_entropy(
     rank = backend.collectives.rank()
     group = backend.collectives.groups([plan.mesh.group_of(rank, ["tensor"])])
     vocabulary = _vocabulary_of(plan, int(logits.shape[-1]), group)
-    if vocabulary is None or not vocabulary.cut:
-        return whole_cross_entropy(backend, logits, targets, reduction, ignore_index)
-    return vocabulary_cross_entropy(backend, logits, targets, vocabulary.size, group, reduction, ignore_index)
+    is_cut = vocabulary is not None and vocabulary.cut
+
+    def compute(logits: Tensor, targets: Tensor) -> Tensor:
+        if not is_cut:
+            return whole_cross_entropy(backend, logits, targets, reduction, ignore_index)
+        return vocabulary_cross_entropy(backend, logits, targets, vocabulary.size, group, reduction, ignore_index)
+
+    track = backend.interception.track_of(logits)
+    return compute(logits, targets) if track is None else followed_loss(track, logits, targets, is_cut, compute)
 
 
 def _vocabulary_of(plan: ShardingPlan, length: int, group: Group) -> Vocabulary | None:

@@ -35,8 +35,8 @@ def declared_arguments(watch: Watch, change: ChangeArguments) -> ChangeArguments
 
 
 class _Picked:
-    """Of key/value heads that every rank has all of, each goes on with one: together they hold parts of as many heads as
-    there are ranks. Each computes a part of the gradient of all of them."""
+    """Of key/value heads that every rank has all of, each goes on with one: together they hold parts of as many heads
+    as there are ranks. Each computes a part of the gradient of all of them."""
 
     def __init__(self, watch: Watch, change: OwnHead, module: str):
         self._watch = watch

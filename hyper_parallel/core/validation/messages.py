@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Mapping, NamedTuple, Sequence
 
 from hyper_parallel.core.errors import ContractError
+from hyper_parallel.core.rules.state import State
 from hyper_parallel.core.rules.table import RuleError
 
 
@@ -52,6 +53,16 @@ def start_error(module: str, found: Found, axis: str) -> ContractError:
         [found],
         f"a loss that is replicate over {axis}, with the whole gradient on every rank, or a partial sum; "
         "hyper_parallel.cross_entropy gives one",
+    )
+
+
+def loss_error(module: str, found: Found, axis: str, expected: State) -> ContractError:
+    """What the loss is computed of lies otherwise than the plan's head hands it on."""
+    return _error(
+        f"{place(module)}: cross_entropy over {axis}: {found.name} must be {expected}, or the loss is not that of the "
+        "whole model",
+        [found],
+        f"{found.name} that are {expected} over {axis}, as the output head returns them",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.rules.call import Argument, Call, call_of
-from hyper_parallel.core.rules.state import PARTIAL, WHOLE, State, without_gradient
+from hyper_parallel.core.rules.state import WHOLE, State, without_gradient
 from hyper_parallel.core.rules.table import RuleError, infer
 from hyper_parallel.core.validation.messages import Found, operator_error, start_error, untracked_error
 
@@ -93,34 +93,19 @@ class Watch:
         origin = self._origin(seen)
         return [Track(self, each, origin, live) for each in states]
 
-    def require_whole_gradient(self, loss: Tensor) -> None:
-        """Raise `ContractError` unless backward may start from `loss` with a gradient of ones on every rank: each then
-        gives the whole gradient."""
-        track = self.track_of(loss)
-        for axis, state in zip(self.axes, track.states):
-            if state.cut is not None or state.pending:
-                raise start_error(self.module, self.found(loss, "loss"), axis)
-
-    def require_alike(self, tensor: Tensor, gradient: Tensor) -> None:
-        """Raise `ContractError` unless a gradient that backward is to start from lies as its tensor does."""
-        own, other = self.track_of(tensor), self.track_of(gradient)
+    def check_start(self, tensor: Tensor, gradient: Tensor | None) -> None:
+        """Raise `ContractError` unless backward may start from `tensor` with `gradient` on every rank, with ones where
+        it is None: it must lie as the gradient of the tensor does."""
+        own, given = self.track_of(tensor), None if gradient is None else self.track_of(gradient)
         for place, axis in enumerate(self.axes):
-            state = WHOLE if other is None else other.states[place]
+            lies = WHOLE if given is None else given.states[place]
             wanted = own.states[place]
-            if state.cut != wanted.cut or state.blocks != wanted.blocks or state.is_partial != wanted.pending:
+            if lies.cut != wanted.cut or lies.blocks != wanted.blocks or lies.is_partial != wanted.pending:
                 raise start_error(self.module, self.found(tensor, "tensor"), axis)
 
     def written_below(self, base: Track, shape: tuple[int, ...], track: Track, view: tuple[int, ...]) -> Track:
-        """What a tensor carries of which a view was written: what was known of it holds no more, but for how it is
-        cut."""
-        states = []
-        for old, new in zip(base.states, track.states):
-            if not old.is_replicate:
-                states.append(old)
-            elif new.is_partial:
-                states.append(PARTIAL)
-            else:
-                states.append(new if shape == view else replace(old, same=(), zero=False, pending=new.pending))
+        """What a tensor carries of which a view, of another shape perhaps, was written in place."""
+        states = (_written_below(old, shape, new, view) for old, new in zip(base.states, track.states))
         return Track(self, tuple(states), track.origin, base.live or track.live)
 
     def track_of(self, tensor: Tensor) -> Track | None:
@@ -204,3 +189,16 @@ def _named(arguments: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Argument
             yield name, value
         elif type(value) is tuple:
             yield from _named((f"{name}[{place}]", each) for place, each in enumerate(value))
+
+
+def _written_below(old: State, shape: tuple[int, ...], new: State, view: tuple[int, ...]) -> State:
+    """The state of a tensor after a part of it, a view, was written. What has one value everywhere can be read as any
+    part, and becomes what is written; nothing else changes but that it has no longer one value."""
+    if not old.is_replicate:
+        return old
+    if new.is_replicate:
+        return replace(old, same=(), zero=False, pending=old.pending or new.pending)
+    if new.is_partial:
+        return new
+    alike = len(shape) == len(view) and shape[new.cut] == view[new.cut]
+    return new if alike and new.cut in old.same else replace(old, same=(), zero=False)
