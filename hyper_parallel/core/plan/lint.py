@@ -52,21 +52,24 @@ def _unknown(draft: Draft, whole: WholeParameters) -> Iterator[Finding]:
     culprits = _culprits(draft)
     for name, tried in draft.roles.unknown.items():
         if name in culprits:
-            yield Finding("unknown", name, "; ".join(tried), culprits[name], "{role: auto}")
+            first, *more = ((each, "{role: auto}") for each in culprits[name])
+            yield Finding("unknown", name, "; ".join(tried), *first, also=tuple(more))
         else:
             yield whole.unknown(name, tried)
 
 
-def _culprits(draft: Draft) -> dict[str, str]:
-    """By the names that rules would know: the first of their group that has another role by hand."""
-    by_hand = draft.overrides.roles_by_hand
-    if not by_hand or not draft.roles.unknown:
+def _culprits(draft: Draft) -> dict[str, list[str]]:
+    """By the unknown names that rules would know: those of their group that have another role by hand. Not where the
+    others are kept whole, and all that is left is unknown: then it is kept whole too."""
+    overrides, unknown = draft.overrides, draft.roles.unknown
+    if not overrides.roles or not unknown:
         return {}
-    found = assign_roles(draft.model)
-    culprits: dict[str, str] = {}
-    for each in group(draft.model, found):
-        first = next((name for name in each.parameters if name in by_hand), None)
-        culprits |= {name: name if name in by_hand else first for name in each.parameters if first is not None}
+    culprits: dict[str, list[str]] = {}
+    for each in group(draft.model, assign_roles(draft.model)):
+        by_hand = [name for name in each.parameters if name in overrides.roles]
+        left = [name for name in each.parameters if name not in overrides.roles and name not in unknown]
+        if by_hand and (left or overrides.roles_by_hand & set(by_hand)):
+            culprits |= {name: by_hand for name in each.parameters if name in unknown}
     return culprits
 
 

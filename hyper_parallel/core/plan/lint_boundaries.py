@@ -7,13 +7,13 @@ hand on what it gives away.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING, Iterator, Mapping
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.placement import Partial, Replicate
 from hyper_parallel.core.plan.blocks import EDGES, block_of
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
-from hyper_parallel.core.plan.lint_contracts import OUTER, is_trusted, lint_contracts, section
+from hyper_parallel.core.plan.lint_contracts import OUTER, is_given, is_trusted, lint_contracts, section
 from hyper_parallel.core.plan.override_file import SIDES
 from hyper_parallel.core.plan.templates import Streams
 from hyper_parallel.core.plan.violations import Finding
@@ -29,8 +29,9 @@ def lint_boundaries(draft: Draft) -> Iterator[Finding]:
     """Every rule on boundaries."""
     yield from _misfits(draft)
     yield from _coverage(draft)
-    yield from _legal(draft)
-    yield from lint_contracts(draft)
+    impossible = _impossible(draft)
+    yield from _illegal(draft, impossible)
+    yield from lint_contracts(draft, impossible)
     yield from _lists(draft)
     yield from _Chain(draft).findings()
 
@@ -58,11 +59,12 @@ def _is_taken_away(draft: Draft, module: str) -> bool:
     return draft.overrides.modules.get(module, {}).get(("type",)) == "none"
 
 
-def _legal(draft: Draft) -> Iterator[Finding]:
-    """Layouts that are possible, and a transition between them."""
+def _impossible(draft: Draft) -> dict[tuple[str, str, str], str]:
+    """Contracts, by module, side and name, with layouts that can't be, or no transition between them; and why."""
     known: dict[str, str] = {}
+    found = {}
     for plan in draft.boundaries:
-        for side in ("inputs", "outputs"):
+        for side in OUTER:
             for contract in getattr(plan, side):
                 key = str(contract)
                 if key not in known:
@@ -72,10 +74,15 @@ def _legal(draft: Draft) -> Iterator[Finding]:
                     except LayoutError as error:
                         known[key] = str(error)
                 if known[key]:
-                    ends = ", ".join(f"{end}: auto" for end in SIDES)
-                    fix = f"{{{side}: {{{contract.name}: {{{ends}}}}}}}"
-                    message = f"{side[:-1]} {contract.name}: {known[key]}"
-                    yield Finding("layout", plan.module, message, plan.module, fix, section(draft, plan.module))
+                    found[plan.module, side, contract.name] = known[key]
+    return found
+
+
+def _illegal(draft: Draft, impossible: Mapping[tuple[str, str, str], str]) -> Iterator[Finding]:
+    ends = ", ".join(f"{end}: auto" for end in SIDES)
+    for (module, side, name), message in impossible.items():
+        fix = f"{{{side}: {{{name}: {{{ends}}}}}}}"
+        yield Finding("layout", module, f"{side[:-1]} {name}: {message}", module, fix, section(draft, module))
 
 
 def _lists(draft: Draft) -> Iterator[Finding]:
@@ -122,7 +129,8 @@ class _Chain:
         usual = self.lies(self._streams(plan, "inputs").outside)
         for contract in plan.inputs:
             if contract.name == "hidden" and (found := self.lies(contract.before)) != usual:
-                if not any(found == self.lies(each.after) for each in self._neighbours(plan, "outputs")):
+                pending = any(isinstance(each, Partial) for each in contract.before.values())
+                if pending or not any(found == self.lies(each.after) for each in self._neighbours(plan, "outputs")):
                     yield self._broken(plan, contract, "inputs", "before", "takes", "hands them on so", usual)
         usual = self.lies(self._streams(plan, "outputs").outside)
         for contract in plan.outputs:
@@ -180,10 +188,12 @@ class _Chain:
         taken, given = (_hidden(each) for each in (outer.inputs, outer.outputs))
         mine, made = _hidden(plan.inputs), _hidden(plan.outputs)
         if mine and taken:
-            yield from self._link(plan, outer, "inputs", "before", mine.before, taken.after, "takes hidden states")
-            yield from self._link(
-                plan, outer, "inputs", "gradient_before", mine.source_gradient, taken.gradient, "gives gradients back"
-            )
+            broken = list(self._link(plan, outer, "inputs", "before", mine.before, taken.after, "takes hidden states"))
+            yield from broken
+            back = "gradient_before"
+            if not broken or is_given(self.draft, plan.module, "inputs", "hidden", back):
+                found, verb = mine.source_gradient, "gives gradients back"
+                yield from self._link(plan, outer, "inputs", back, found, taken.gradient, verb)
         passes_on = plan.kind == "norm" and taken
         if made and (passes_on or given):
             expected = taken.after if passes_on else given.before

@@ -10,7 +10,7 @@ not their gradients: these are the usual ones of the layout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING, Container, Iterator
 
 from hyper_parallel.core.placement import Partial, Replicate
 from hyper_parallel.core.plan.blocks import EDGES
@@ -44,8 +44,9 @@ _Right = dict[str, tuple[ByAxis, str]]
 """By the end of a contract: what it must be, and why."""
 
 
-def lint_contracts(draft: Draft) -> Iterator[Finding]:
-    """Every rule on the inside of boundaries."""
+def lint_contracts(draft: Draft, told: Container[tuple[str, str, str]] = ()) -> Iterator[Finding]:
+    """Every rule on the inside of boundaries, but for the contracts (by module, side and name) that other rules have
+    `told` of."""
     yield from _taken_away(draft)
     holding = {plan.module for plan in draft.boundaries if plan.kind not in EDGES}
     for plan in draft.boundaries:
@@ -54,7 +55,7 @@ def lint_contracts(draft: Draft) -> Iterator[Finding]:
             continue
         is_inside = any(each in holding for each in above(plan.module))
         for side in INNER:
-            for contract in getattr(plan, side):
+            for contract in (each for each in getattr(plan, side) if (plan.module, side, each.name) not in told):
                 linked = is_inside and side == "inputs" and contract.name == "hidden"  # the chain compares its gradient
                 yield from _ends(draft, plan, template, side, contract, linked)
 
@@ -62,6 +63,12 @@ def lint_contracts(draft: Draft) -> Iterator[Finding]:
 def is_trusted(draft: Draft, module: str) -> bool:
     """Tell whether an override declares an opaque region here, which communicates by itself."""
     return draft.overrides.modules.get(module, {}).get(("kind",)) == "opaque"
+
+
+def is_given(draft: Draft, module: str, *way: str) -> bool:
+    """Tell whether an override speaks of one end of a contract: `way` is its side, name and end."""
+    fields = draft.overrides.modules.get(module, {})
+    return any(path[:3] == way and value != AUTO for path, value in fields.items())
 
 
 def lies(draft: Draft, placements: ByAxis) -> str:
@@ -105,13 +112,11 @@ def _ends(
     draft: Draft, plan: BoundaryPlan, template: BoundaryPlan | None, side: str, contract: Contract, linked: bool
 ) -> Iterator[Finding]:
     """The ends of one contract that are given, and wrong; but for the outer gradient, if it is `linked`."""
-    fields = draft.overrides.modules.get(plan.module, {})
     for end, (right, why) in _right(draft, plan, template, side, contract).items():
         if linked and end == OUTER[side][1]:
             continue
         found, wanted = (lies(draft, each) for each in (_end(contract, end), right))
-        given = any(path[:3] == (side, contract.name, end) and value != AUTO for path, value in fields.items())
-        if given and found != wanted:
+        if found != wanted and is_given(draft, plan.module, side, contract.name, end):
             message = f"{side[:-1]} {contract.name}: {end} is given as ({found}); {why} ({wanted})"
             fix = f"{{{side}: {{{contract.name}: {{{end}: auto}}}}}}"
             yield Finding("contract", plan.module, message, plan.module, fix, section(draft, plan.module))

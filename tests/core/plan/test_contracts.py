@@ -160,6 +160,14 @@ def test_all_wrong_ends_are_told_at_once():
     assert [each.line.partition("hidden: ")[2] for each in found] == ["{after: auto}}}", "{gradient: auto}}}"]
 
 
+def test_a_layout_that_cannot_be_is_told_once():
+    (found,) = mended("llama", TWO, contract(LAYER + "mlp", "outputs", "before", "shard(7)"))
+    assert (found.rule, found.line) == (
+        "layout",
+        LAYER + "mlp: {outputs: {hidden: {before: auto, after: auto, gradient: auto, gradient_before: auto}}}",
+    )
+
+
 def test_the_template_written_out_changes_nothing():
     ends = {"inputs": {"hidden": {"after": {"tensor": "replicate"}}}}
     ends["outputs"] = {"hidden": {"before": {"tensor": "partial"}}}
@@ -321,6 +329,13 @@ def test_nothing_outside_of_the_model_adds_up_a_pending_sum(module, side, name):
     )
 
 
+def test_a_pending_sum_has_no_taker_even_where_one_is_declared():
+    asked = contract("model.norm", "outputs", "after", "partial", axis="context")
+    asked["boundaries"] |= contract("lm_head", "inputs", "before", "partial", axis="context")["boundaries"]
+    found = mended("llama", {"context": 2}, asked)
+    assert {(each.rule, each.where) for each in found} == {("chain", "model.norm"), ("chain", "lm_head")}
+
+
 # parameters kept whole beside cut ones
 
 
@@ -370,3 +385,12 @@ def test_a_role_by_hand_that_breaks_a_module_is_taken_back():
     assert {(each.rule, each.line) for each in found} == {
         ("unknown", "model.layers.0.self_attn.q_proj.weight: {role: auto}")
     }
+
+
+def test_a_role_taken_from_one_is_given_back_where_the_others_keep_theirs():
+    found = mended("gpt2", TWO, {"parameters": {"transformer.h.0.attn.c_attn.weight": {"role": "none"}}})
+    assert {each.line for each in found} == {"transformer.h.0.attn.c_attn.weight: {role: auto}"}
+    assert [(each.rule, each.where.rpartition(".")[2]) for each in found] == [
+        ("unknown", "bias"),
+        ("consistent", "weight"),
+    ]
