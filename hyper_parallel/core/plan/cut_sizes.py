@@ -38,23 +38,20 @@ def cut_sizes(module: str, members: Sequence[Member], cut: bool) -> Iterator[Cut
             yield CutSize(count, "experts", "expert", member.description.name, module)
 
 
-Sizes = Iterator[tuple[int, str]]
-
-
-def _heads(member: Member, members: Sequence[Member]) -> Sizes:
+def _heads(member: Member, members: Sequence[Member]) -> Iterator[tuple[int, str]]:
     assignment = member.assignment
     if member.tensor == "heads" or assignment.role == "attention_output":
         words = HEADS[assignment.role in ("key", "value")]
         yield from ((count, words) for count in (assignment.heads, *assignment.packed_heads) if count)
 
 
-def _features(member: Member, members: Sequence[Member]) -> Sizes:
+def _features(member: Member, members: Sequence[Member]) -> Iterator[tuple[int, str]]:
     dim = _cut_dim(member)
     if dim is not None:
         yield member.width(dim), "tokens" if dim == member.assignment.vocab_dim else "features"
 
 
-def _parts(member: Member, members: Sequence[Member]) -> Sizes:
+def _parts(member: Member, members: Sequence[Member]) -> Iterator[tuple[int, str]]:
     assignment, width = member.assignment, member.width(_cut_dim(member))
     yield from ((part, "features of one kind") for part in assignment.packing)
     yield width // assignment.interleaved, "features of one kind"

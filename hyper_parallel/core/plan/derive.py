@@ -24,7 +24,7 @@ from hyper_parallel.core.plan.placing import BY_TOKEN, DATA_PARALLEL, Surroundin
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.plan.roles import all_names, assign_roles
 from hyper_parallel.core.plan.templates import Member, Streams, boundaries, scopes
-from hyper_parallel.core.plan.whole import first_parameters, settle_whole, whole_places, with_whole
+from hyper_parallel.core.plan.whole import acting_kinds, first_parameters, settle_whole, whole_places, with_whole
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
         for name in each.parameters:
             placed, assignment = members[name].placed, roles.assignments[name]
             members[name] = replace(members[name], placed=settled(placed, assignment, scope_of[each.module].cut))
-    places = whole_places(model, roles, {module: kinds.get(module, "moe") for module in scope_of})
+    places = whole_places(model, roles, acting_kinds(kinds, scope_of))
     settle_whole(members, places, scope_of, blocks)
     order = first_parameters(described)
     usual = with_whole(boundaries(groups, kinds, members, streams_at), places.values(), blocks, order)

@@ -19,13 +19,16 @@ from hyper_parallel.core.plan.role_rules import LIST_CLASSES, ROLES, WRAPPERS
 from hyper_parallel.core.plan.roles import all_names
 from hyper_parallel.core.plan.templates import Member, scopes
 from hyper_parallel.core.plan.violations import Finding, numberless
-from hyper_parallel.core.plan.whole import Place, above, whole_places
+from hyper_parallel.core.plan.whole import Place, above, acting_kinds, whole_places
 
 if TYPE_CHECKING:
     from hyper_parallel.core.plan.derive import Draft
 
 _AXES = ("expert", "tensor")
 _NONE = "{role: none}"
+
+Sizes = dict[int, list[CutSize]]
+"""All that is cut and has a size, by that size."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class WholeParameters:
             return
         self._scope_of = scopes(draft.groups, draft.kinds, draft.members)
         asked = {name: Assignment(name, "whole", "") for name in roles.unknown}
-        kinds = {module: draft.kinds.get(module, "moe") for module in self._scope_of}
-        self.places = whole_places(draft.model, RoleResult({**roles.assignments, **asked}, {}), kinds)
-        self._sizes: dict[tuple[str, ...], dict[int, CutSize]] = {}
+        self._kinds = acting_kinds(draft.kinds, self._scope_of)
+        self.places = whole_places(draft.model, RoleResult({**roles.assignments, **asked}, {}), self._kinds)
+        self._sizes: dict[tuple[str, ...], Sizes] = {}
         self._conflicts: dict[str, Conflict | None] = {}
 
     def unknown(self, name: str, tried: Sequence[str]) -> Finding:
@@ -120,11 +123,12 @@ class WholeParameters:
                 break
         if member is None:
             return None
-        inner, axes = member.description.name, [axis for axis in _AXES if axis in member.placed.placements]
-        return Conflict(
-            f"works on what {inner} does, which {_cuts(axes)}",
-            self._lines(name, self._unit(self._holder[inner]), axes),
-        )
+        inner = member.description.name
+        unit, sizes = self._unit(self._holder[inner]), self._shapes[name]
+        axes = [axis for axis in _AXES if axis in member.placed.placements]
+        also = {cut.axis for size in sizes for cut in self._sizes_of(unit).get(size, ())}
+        whole = [axis for axis in _AXES if axis in axes or axis in also]
+        return Conflict(f"works on what {inner} does, which {_cuts(axes)}", self._lines(name, unit, whole))
 
     def _in_a_mixer(self, place: Place) -> Conflict | None:
         """In a mixer whose projections are cut, and give each rank a part of the gradient of hidden states; who else
@@ -169,21 +173,21 @@ class WholeParameters:
     def _by_size(self, name: str, place: Place) -> Conflict | None:
         """A dim as large as heads, experts or features that are cut around it."""
         sizes, shape = self._sizes_around(name, place), self._shapes[name]
-        found = {size: sizes[size] for size in shape if size in sizes}
+        found = [cut for size in dict.fromkeys(shape) for cut in sizes.get(size, ())]
         if not found:
             return None
-        size, cut = next(iter(found.items()))
+        cut, size = found[0], found[0].size
         cuts = _cuts([cut.axis])
         message = f"has {size} in dim {shape.index(size)}, and {cut.parameter} has {size} {cut.words}, which {cuts}"
         if size == self._hidden:
             message += f"; {size} is the hidden size too, and nothing tells which it is"
-        units = dict.fromkeys(module for each in found.values() for module in self._unit(each.module))
+        units = dict.fromkeys(module for each in found for module in self._unit(each.module))
         if not _block(name):
             units = dict.fromkeys(numberless(module) for module in units)
-        axes = [axis for axis in _AXES if any(each.axis == axis for each in found.values())]
+        axes = [axis for axis in _AXES if any(each.axis == axis for each in found)]
         return Conflict(message, self._lines(name, units, axes))
 
-    def _sizes_around(self, name: str, place: Place) -> dict[int, CutSize]:
+    def _sizes_around(self, name: str, place: Place) -> Sizes:
         """The sizes that a parameter must not have: inside of a boundary those of all that is cut there. Elsewhere
         hidden states go by, and what else modules hand each other: heads, and features between halves."""
         if place.inside:
@@ -194,29 +198,30 @@ class WholeParameters:
         if block:
             halves = [each.module for each in self._groups_below.get(block, ()) if self._is_half(each.module)]
             sizes = self._sizes_of((block,))
-            return {size: cut for size, cut in sizes.items() if size != self._hidden} | self._sizes_of(halves)
+            return {size: cuts for size, cuts in sizes.items() if size != self._hidden} | self._sizes_of(halves)
         shape = self._shapes[name]
         if self._hidden in shape or sum(size > 1 for size in shape) > 2:
             return {}
-        return {size: cut for size, cut in self._sizes_of(("",)).items() if cut.words in HEADS}
+        sizes = self._sizes_of(("",)).items()
+        return {size: [cut for cut in cuts if cut.words in HEADS] for size, cuts in sizes}
 
     def _takes_and_gives_hidden(self, module: str) -> bool:
         """Tell whether sizes speak for a module between hidden states and hidden states."""
         own = [self._shapes[name] for name in self._below.get(module, ())]
         return (self._hidden,) in own or sum(shape.count(self._hidden) for shape in own) > 1
 
-    def _sizes_of(self, modules: Iterable[str]) -> dict[int, CutSize]:
-        """The sizes of all that is cut in some modules, each as what has it first. A mixer gathers its features before
-        it works on them."""
+    def _sizes_of(self, modules: Iterable[str]) -> Sizes:
+        """The sizes of all that is cut in some modules. A mixer gathers its features before it works on them."""
         key = tuple(modules)
         if key not in self._sizes:
-            found = self._sizes[key] = {}
+            found: Sizes = {}
             for group in (each for module in key for each in self._groups_below.get(module, ())):
                 if self.draft.kinds[group.module] == "mixer":
                     continue
                 members = [self.draft.members[name] for name in group.parameters]
                 for cut in cut_sizes(group.module, members, self._scope_of[group.module].cut):
-                    found.setdefault(cut.size, cut)
+                    found.setdefault(cut.size, []).append(cut)
+            self._sizes[key] = found
         return self._sizes[key]
 
     def _unit(self, module: str) -> Sequence[str]:

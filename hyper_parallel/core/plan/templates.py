@@ -148,7 +148,7 @@ def boundaries(
     begun: set[str] = set()
     for group in groups:
         scope = scope_of[group.module]
-        if scope.block and scope.block not in begun and scope.block not in kinds:
+        if scope.block and scope.block not in begun and kinds.get(scope.block, "whole") == "whole":
             begun.add(scope.block)
             plans.append(_expert_block(scope, streams_at[group.module]))
         own = [members[name] for name in group.parameters]

@@ -45,6 +45,13 @@ def whole_places(model: ModelDescription, roles: RoleResult, kinds: Mapping[str,
     return {name: _place(name, mixed, model, kinds) for name in whole}
 
 
+def acting_kinds(kinds: Mapping[str, str], scope_of: Mapping[str, Scope]) -> dict[str, str]:
+    """The type of each boundary's module, blocks around experts too: also one that bare whole parameters stand in."""
+    blocks = {scope.block for scope in scope_of.values() if scope.block}
+    types = {module: kinds.get(module, "moe") for module in scope_of}
+    return types | {block: "moe" for block in blocks if types[block] == "whole"}
+
+
 def _place(name: str, mixed: set[str], model: ModelDescription, kinds: Mapping[str, str]) -> Place:
     around = next((each for each in above(name) if each and kinds.get(each, "whole") != "whole"), "")
     if around:

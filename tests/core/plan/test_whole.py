@@ -209,6 +209,12 @@ def test_what_can_be_no_part_of_a_cut_stays_whole(case):
     assert plan["layers.0.self_attn.q_proj.weight"].local_shape == (12, 32)
 
 
+def test_a_size_of_two_modules_is_whole_in_both():
+    narrow = {name: (tuple(24 if size == 40 else size for size in shape), kind) for name, (shape, kind) in MLP.items()}
+    (found,) = mended(decoder({"mixed.weight": ((24, 7), "Mixed")}, ATTENTION | narrow), TWO, kept("mixed.weight"))
+    assert (found.rule, found.line) == ("consistent", f"{IN_ATTENTION}\n{IN_MLP}")
+
+
 def test_features_between_halves_that_no_module_holds():
     extra: Parameters = {"ffn_norm.weight": ((40,), "LayerNorm")}
     found = mended(decoder(extra, ATTENTION | HALVES), TWO, kept("ffn_norm.weight"))
@@ -269,6 +275,20 @@ def test_a_size_of_both_axes_is_whole_on_both():
         decoder({"mlp.experts.scale": ((8, 40), "MixtralExperts")}, ATTENTION | MOE), {"expert": 2, "tensor": 2}
     )
     assert found.line.split("\n")[0] == "layers.*.mlp.**: {placements: {expert: replicate, tensor: replicate}}"
+
+
+@pytest.mark.parametrize("name", ["mlp.scale", "mlp.odd.weight"])
+def test_a_block_of_experts_keeps_its_boundary_around_what_is_whole_in_it(name):
+    model = decoder({name: ((7,), "Odd")}, ATTENTION | MOE)
+    (found,) = mended(model, {"expert": 2, "tensor": 2})
+    assert found.line == f"layers.*.{name}: {{role: none}}"
+    plan = derive(model, DeviceMesh.from_sizes({"expert": 2, "tensor": 2}), kept(name))
+    assert plan[f"layers.0.{name}"].pending == ("expert", "tensor")
+    assert [each.kind for each in plan.boundaries if each.module.startswith("layers.0.mlp")] == [
+        "moe",
+        "router",
+        "experts",
+    ]
 
 
 SHARED: Parameters = {f"mlp.shared_expert.{name[4:]}": each for name, each in MLP.items()}
