@@ -116,7 +116,7 @@ def planned_cross_entropy(
             return whole_cross_entropy(backend, logits, targets, reduction, ignore_index)
         return vocabulary_cross_entropy(backend, logits, targets, vocabulary.size, group, reduction, ignore_index)
 
-    track = backend.interception.track_of(logits)
+    track = None if backend.interception is None else backend.interception.track_of(logits)
     return compute(logits, targets) if track is None else followed_loss(track, logits, targets, is_cut, compute)
 
 
