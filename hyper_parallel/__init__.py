@@ -32,6 +32,7 @@ _WHERE = {
     "ShardingPlan": "core.plan.plan",
     "plan": "api",
     # Running it.
+    "register_rule": "core.rules.table",
     "Launch": "core.backend",
     "initialize": "api",
     "parallelize": "api",

@@ -163,6 +163,9 @@ CONTRACTION = {
     "einsum with dots": of(lambda x, w: torch.einsum("...d,de->...e", x, w), real(2, 4, 4), real(4, 8)),
     "einsum without a result": of(lambda x, y: torch.einsum("ij,jk", x, y), real(4, 8), real(8, 4)),
     "einsum of a diagonal": of(lambda x: torch.einsum("ii->i", x), real(4, 4)),
+    "solve_triangular": of(
+        lambda a, b: torch.linalg.solve_triangular(a, b, upper=False), real(2, 4, 4) + 4 * np.eye(4), real(2, 4, 4)
+    ),
     "conv1d": of(lambda x, w, b: F.conv1d(x, w, b, padding=1), real(2, 4, 8), real(4, 4, 3), real(4)),
     "conv1d by channel": of(
         lambda x, w, b: F.conv1d(x, w, b, groups=x.shape[1]), real(2, 4, 8), real(4, 1, 4), real(4)
@@ -339,7 +342,7 @@ SLICING = {
     "x[rows of a column, ids]": of(lambda x, i, j: x[i[:, None], j], real(4, 4), whole(4, 4), whole(4, 4)),
     "x[[0, 2]]": of(lambda x: x[[0, 2]], real(4, 4)),
     "x[mask]": of(lambda x, m: x[m], real(4, 4), np.array([False, True, True, True])),
-    "x[mask of all]": of(lambda x, m: x[m], real(4, 4), truths(4, 4)),
+    "x[mask of all]": of(lambda x, m: x[m], real(4, 4), np.arange(16).reshape(4, 4) > 4),
     "x[:, mask]": of(lambda x, m: x[:, m], real(4, 4), np.array([False, True, True, True])),
     "x[0] = y": of(lambda x, y: _set(x.clone(), 0, y), real(4, 4), real(4)),
     "x[:, :half] = y": of(lambda x, y: _set(x.clone(), (..., slice(0, 2)), y), real(4, 8), real(4, 2)),

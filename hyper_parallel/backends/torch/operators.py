@@ -63,6 +63,7 @@ _RENAMED: dict[str, tuple[str, str | None]] = {
     "addmm baddbmm": ("addmm", "input left|mat1|batch1 right|mat2|batch2 beta alpha"),
     "ger": ("outer", "input other|vec2"),
     "conv1d": ("conv1d", None),
+    "solve_triangular": ("solve_triangular", "matrix|A right|B"),
     "grouped_mm _grouped_mm": ("grouped_mm", "input|self|mat_a weight|mat2|mat_b offs bias"),
     "norm vector_norm": ("norm", "input|x|A p|ord dim keepdim"),
     "normalize": ("normalize", "input p dim"),

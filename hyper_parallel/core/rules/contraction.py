@@ -101,6 +101,19 @@ def grouped(view: View) -> State:
     return contract(view.op, (x, weight), (["row", "in"], ["expert", "in", "out"]), ["row", "out"]).state
 
 
+@rule("solve_triangular", "matrix right")
+def solve_triangular(view: View) -> State:
+    """What `matrix` [..., N, N] takes to `right` [..., N, M]: linear in the latter, column by column."""
+    matrix, right = view["matrix"], view["right"]
+    refuse_partial(view.op, [matrix])
+    refuse_cut(view.op, matrix, [matrix.dims - 2, matrix.dims - 1], "needs all of the matrix")
+    refuse_cut(view.op, right, [right.dims - 2], "solves for all rows together")
+    batch = max(matrix.dims, right.dims) - 2
+    names = _numbered("batch", batch)
+    labels = ([*names[batch - matrix.dims + 2 :], "row", "in"], [*names[batch - right.dims + 2 :], "in", "column"])
+    return contract(view.op, (matrix, right), labels, [*names, "row", "column"]).state
+
+
 @rule("conv1d", "input weight bias stride padding dilation groups")
 def conv1d(view: View) -> State:
     """`input` [..., C, L] over windows of the last dim; `weight` [O, C / groups, window]."""
