@@ -21,8 +21,8 @@ class Adaptations:
     """Everything around modules that is no contract's.
 
     Changes are by the name of a module: `arguments` come before the contract's transition, `results` after the module
-    and before it, `handed_on` after it. `shares` are parameters that the first tensor rank's modules see, and others see
-    as zeros. `problems` say why the plan can't be run on this model.
+    and before it, `handed_on` after it. `shares` are parameters that the first tensor rank's modules see, and others
+    see as zeros. `problems` say why the plan can't be run on this model.
     """
 
     arguments: dict[str, list[ChangeArguments]] = field(default_factory=dict)

@@ -9,7 +9,6 @@ in several threads at once; PyTorch does.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -31,7 +30,7 @@ class InProcessWorld:
         self.size = ranks
         self._timeout_s = timeout_s
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
-        self._letters: dict[tuple[int, int], queue.Queue] = defaultdict(queue.Queue)
+        self._wires: dict[tuple[int, int], _Wire] = defaultdict(lambda: _Wire(timeout_s))
         self._lock = threading.Lock()
         self._ended = False
         self.backends = [
@@ -68,22 +67,21 @@ class InProcessWorld:
                     self._meetings[ranks].barrier.abort()
             return self._meetings[ranks]
 
-    def post(self, source: int, destination: int, tensor: Tensor) -> None:
-        """Leave a tensor for another rank."""
-        self._letters[source, destination].put(tensor)
-
-    def fetch(self, source: int, destination: int) -> Tensor:
-        """The next tensor that another rank has left for this one."""
-        try:
-            return self._letters[source, destination].get(timeout=self._timeout_s)
-        except queue.Empty as error:
-            raise RuntimeError(f"rank {source} has sent nothing for {self._timeout_s} s") from error
+    def wire(self, source: int, destination: int) -> _Wire:
+        """What one rank sends to another."""
+        with self._lock:
+            wire = self._wires[source, destination]
+            if self._ended:
+                wire.cut()
+            return wire
 
     def _end(self) -> None:
         with self._lock:
             self._ended = True
             for meeting in self._meetings.values():
                 meeting.barrier.abort()
+            for wire in self._wires.values():
+                wire.cut()
 
 
 class _Meeting:
@@ -110,6 +108,43 @@ class _Meeting:
             raise RuntimeError("another rank has failed, or did not come in time") from error
 
 
+class _Wire:
+    """Messages from one rank to another; the first receive gets the first, whichever is waited for first."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._messages: list[Tensor | None] = []
+        self._expected = 0
+        self._changed = threading.Condition()
+        self._is_cut = False
+
+    def send(self, message: Tensor) -> None:
+        """Leave a message, for as long as it takes."""
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify_all()
+
+    def expect(self) -> int:
+        """The number of the next message to be received."""
+        self._expected += 1
+        return self._expected - 1
+
+    def receive(self, number: int) -> Tensor:
+        """A message by its number, once."""
+        with self._changed:
+            come = self._changed.wait_for(lambda: self._is_cut or number < len(self._messages), self._timeout_s)
+            if not come or number >= len(self._messages):
+                raise RuntimeError("the message has not come" + (f" for {self._timeout_s} s" if not come else ""))
+            message, self._messages[number] = self._messages[number], None
+            return message
+
+    def cut(self) -> None:
+        """Let nobody wait any longer."""
+        with self._changed:
+            self._is_cut = True
+            self._changed.notify_all()
+
+
 class _Done:
     """Work that is over when the call returns."""
 
@@ -118,6 +153,19 @@ class _Done:
 
 
 _DONE = _Done()
+
+
+class _Receive:
+    """A message on its way."""
+
+    def __init__(self, take: Callable[[], None]):
+        self._take: Callable[[], None] | None = take
+
+    def wait(self) -> None:
+        """Have it; harmless when done twice."""
+        take, self._take = self._take, None
+        if take is not None:
+            take()
 
 
 class InProcessCollectives:
@@ -214,16 +262,25 @@ class InProcessCollectives:
         checks.check_peer(Call("send", group), tensor, "destination", destination)
         letter = self._tensors.buffer(tensor, tensor.numel())
         self._tensors.copy_(letter, self._tensors.flat(tensor))
-        self._world.post(self.rank(), destination, letter)
+        self._world.wire(self.rank(), destination).send(letter)
         return _DONE
 
-    def receive(self, tensor: Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Done:
+    def receive(self, tensor: Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Receive:
         """See `core.backend.Collectives`."""
         call = Call("receive", group)
         checks.check_peer(call, tensor, "source", source)
-        with call:
-            self._tensors.copy_(self._tensors.flat(tensor), self._world.fetch(source, self.rank()))
-        return _DONE
+        wire = self._world.wire(source, self.rank())
+        number = wire.expect()
+
+        def take() -> None:
+            with call:
+                message = wire.receive(number)
+            self._tensors.copy_(self._tensors.flat(tensor), message)
+
+        work = _Receive(take)
+        if not async_op:
+            work.wait()
+        return work
 
     def barrier(self, group: RankGroup | None = None) -> None:
         """See `core.backend.Collectives`."""
