@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Callable
 
 import numpy as np
 
 import hyper_parallel
 from hyper_parallel.core.backend import Backend, Group
 from hyper_parallel.core.errors import ConfigError, HyperParallelError
-from hyper_parallel.core.execution.loss import vocabulary_cross_entropy
+from hyper_parallel.core.execution.loss import vocabulary_cross_entropy, whole_cross_entropy
+from hyper_parallel.core.job import RankGroup
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
@@ -66,15 +68,37 @@ def _part(backend: Backend, case: Case, group: Group) -> Any:
     return backend.autograd.as_leaf(part, part)
 
 
+def whole_losses(backend: Backend, cases: list[Case]) -> list[Found]:
+    """Each case on logits that are no part of anything."""
+    return [
+        _found(
+            backend,
+            case,
+            _part(backend, case, RankGroup((0,), 0)),
+            partial(whole_cross_entropy, backend, reduction=case.reduction, ignore_index=case.ignore_index),
+        )
+        for case in cases
+    ]
+
+
 def _loss(backend: Backend, case: Case, group: Group) -> Found:
+    cross_entropy = partial(
+        vocabulary_cross_entropy,
+        backend,
+        vocabulary=case.vocabulary,
+        group=group,
+        reduction=case.reduction,
+        ignore_index=case.ignore_index,
+    )
+    return _found(backend, case, _part(backend, case, group), cross_entropy)
+
+
+def _found(backend: Backend, case: Case, leaf: Any, cross_entropy: Callable[[Any, Any], Any]) -> Found:
     tensors = backend.tensors
-    leaf, targets = _part(backend, case, group), tensors.from_numpy(case.targets)
+    targets = tensors.from_numpy(case.targets)
 
     def loss() -> Any:
-        logits = leaf * 1  # a result, as the logits of a model are
-        return case.factor * vocabulary_cross_entropy(
-            backend, logits, targets, case.vocabulary, group, case.reduction, case.ignore_index
-        )
+        return case.factor * cross_entropy(leaf * 1, targets)  # of a result, as the logits of a model are
 
     value, [gradient] = backend.autograd.value_and_grad(loss, [leaf])()
     names = tensors.dtype_name(value), tensors.dtype_name(gradient)

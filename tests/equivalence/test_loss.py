@@ -104,6 +104,15 @@ def test_every_rank_has_the_loss_of_the_whole_and_its_part_of_the_gradient(pool,
             raise AssertionError(f"{name}: {error}") from error
 
 
+def test_logits_that_are_whole_have_the_loss_of_the_framework(pool, backend_name):
+    found = pool(backend_name, 1).run(bodies.whole_losses, list(cases().values()))
+    for each, (name, case) in zip(found[0], cases().items(), strict=True):
+        try:
+            check([each], case, ranks=1)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
 def test_ranks_with_other_samples_have_losses_of_their_own(pool, backend_name):
     mesh = DeviceMesh((2, 2), ("shard", "tensor"))
     by_rank = [random_case(20, 97), None, random_case(21, 97), None]
