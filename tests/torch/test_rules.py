@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 import hyper_parallel as hp
 from hyper_parallel import backends
-from hyper_parallel.backends.torch import operators
 from hyper_parallel.backends.torch.operators import canonical
 from hyper_parallel.core.rules import table
 from hyper_parallel.core.rules.check import Finding, Framework, check, combinations
 from hyper_parallel.core.rules.state import COPIED, WHOLE, cut
 from hyper_parallel.core.rules.table import infer, parameters_of
 from tests.torch.rule_programs import PROGRAMS, Program, real
+from tests.torch.rule_tracing import Tracing
 
-TORCH = Framework(backends.load("torch"), operators, tolerance=1e-9)  # float64, sums of a few dozen terms
+TORCH = Framework(backends.load("torch"), Tracing(), tolerance=1e-9)  # float64, sums of a few dozen terms
 EACH = [(room, name) for room, programs in PROGRAMS.items() for name in programs]
 TRACES = Path(__file__).parents[1] / "data/traces"
 

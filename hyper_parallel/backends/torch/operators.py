@@ -6,7 +6,7 @@ from typing import Any, Callable, Hashable, Iterator, Mapping, NamedTuple
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import resolve_name
 
 from hyper_parallel.core.rules.call import bind
 from hyper_parallel.core.rules.table import parameters_of
@@ -259,17 +259,3 @@ QUERIES: frozenset[Callable] = frozenset(
     ]
 )
 """Functions that look at no element of a tensor."""
-
-
-class intercepting(TorchFunctionMode):  # noqa: N801 - used like a function
-    """Inside, `handler(function, args, kwargs)` is called in place of every function that is given tensors, and its
-    result is what the caller gets. What it calls itself is not handed to it again."""
-
-    def __init__(self, handler: Callable[[Callable, tuple, dict], Any]) -> None:
-        super().__init__()
-        self._handler = handler
-
-    def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self._handler(function, args, dict(kwargs or {}))

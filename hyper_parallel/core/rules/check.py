@@ -10,8 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from types import ModuleType
-from typing import Any, Callable, Container, Iterable, Iterator, Sequence
+from typing import (
+    Any,
+    Callable,
+    Container,
+    ContextManager,
+    Hashable,
+    Iterable,
+    Iterator,
+    NamedTuple,
+    Protocol,
+    Sequence,
+)
 
 import numpy as np
 
@@ -20,7 +30,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.rules.call import Argument, call_of
 from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, cut
-from hyper_parallel.core.rules.table import RuleError, infer
+from hyper_parallel.core.rules.table import RuleError, flows, infer
 
 AXIS = "tensor"
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
@@ -29,12 +39,32 @@ ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 Program = Callable[..., "Tensor | Sequence[Tensor]"]
 
 
+class Tracing(Protocol):
+    """How a framework's calls are seen, and how something is remembered of its tensors."""
+
+    def intercepting(self, handler: Callable[[Any, tuple, dict], Any]) -> ContextManager[None]:
+        """Inside, `handler(function, args, kwargs)` is called in place of every operator on followed tensors, and its
+        result is what the program gets."""
+
+    def canonical(self, function: Any, args: tuple, kwargs: dict) -> tuple[Hashable, dict[str, Any]] | None:
+        """As in the backend's `operators`."""
+
+    def run(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """The result of the call itself."""
+
+    def follow(self, tensor: Tensor, fact: Any) -> Tensor:
+        """A tensor like this one, of which `fact` is remembered."""
+
+    def fact(self, tensor: Tensor) -> Any:
+        """What is remembered of a tensor, or None."""
+
+
 @dataclass(frozen=True)
 class Framework:
-    """What runs programs: a backend, its `operators` module, and the largest relative error of its arithmetic."""
+    """What runs programs: a backend, how its calls are seen, and the largest relative error of its arithmetic."""
 
     backend: Backend
-    operators: ModuleType
+    tracing: Tracing
     tolerance: float
 
 
@@ -215,13 +245,12 @@ class _Program:
 
     def inferred(self, arrays: Sequence[np.ndarray], states: tuple[State, ...], ranks: int) -> tuple[State, ...]:
         """The states of the results, as the rules follow them through all operators of the program."""
-        follower = _Follower(self.framework, ranks)
-        inputs = self._inputs(arrays)
-        for each, state in zip(inputs, states):
-            follower.follow(each, state)
-        with self.framework.operators.intercepting(follower.call):
-            outputs = _listed(self.function(*inputs))
-        return tuple(follower.state(each) for each in outputs)
+        backend, tracing = self.framework.backend, self.framework.tracing
+        facts = [_Fact(state, ask) for state, ask in zip(states, self.asks)]
+        with backend.autograd.no_grad(), tracing.intercepting(_Follower(self.framework, ranks)):
+            made = map(backend.tensors.from_numpy, arrays)
+            outputs = _listed(self.function(*(tracing.follow(each, fact) for each, fact in zip(made, facts))))
+            return tuple((tracing.fact(each) or _Fact()).state for each in outputs)
 
     def gradients(self, arrays: Sequence[np.ndarray], weights: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
         """The gradients of the sum of the results times `weights`; zeros where none flows, None where none is asked."""
@@ -255,46 +284,49 @@ def _listed(outputs: Any) -> list:
     return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
+class _Fact(NamedTuple):
+    """What is remembered of a tensor: its state, and whether a gradient flows to it."""
+
+    state: State = WHOLE
+    takes_part: bool = False
+
+
 class _Follower:
-    """Follows the states of tensors from operator to operator."""
+    """Follows the states of tensors from operator to operator: infers, runs, remembers."""
 
     def __init__(self, framework: Framework, ranks: int) -> None:
-        self.backend, self.canonical, self.ranks = framework.backend, framework.operators.canonical, ranks
-        self._states: dict[int, tuple[Tensor, State]] = {}  # with the tensor, so that its id stays its own
+        self.tensors, self.tracing, self.ranks = framework.backend.tensors, framework.tracing, ranks
 
-    def follow(self, tensor: Tensor, state: State) -> None:
-        """Remember the state of a tensor."""
-        self._states[id(tensor)] = (tensor, state)
-
-    def state(self, tensor: Tensor) -> State:
-        """The state of a tensor; what was never followed is the same on every rank."""
-        return self._states.get(id(tensor), (None, WHOLE))[1]
-
-    def call(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """Infer, run, remember."""
-        named = self.canonical(function, args, kwargs)
+    def __call__(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        named = self.tracing.canonical(function, args, kwargs)
         if named is None:
-            return function(*args, **kwargs)
+            return self.tracing.run(function, args, kwargs)
         call = call_of(*named, (AXIS,), (self.ranks,), self._describe)
-        states = infer(call) if any(isinstance(each, Argument) for each in _leaves(call.arguments)) else ()
-        result = function(*args, **kwargs)
-        made = [each for each in _listed(result) if self.backend.tensors.is_tensor(each)]
-        if str(call.op).endswith("_"):
-            made = [next(each for each in (*args, *kwargs.values()) if self.backend.tensors.is_tensor(each))]
-        for tensor, (state,) in zip(made, states):
-            self.follow(tensor, state)
-        return result
+        arguments = [each for each in _leaves(call.arguments) if isinstance(each, Argument)]
+        states = infer(call) if arguments else ()
+        takes_part = any(each.takes_part for each in arguments)
+        result = self.tracing.run(function, args, kwargs)
+        facts = [_Fact(state, takes_part and flows(call.op, place)) for place, (state,) in enumerate(states)]
+        if isinstance(call.op, str) and call.op.endswith("_"):
+            target = next(iter(named[1].values()))
+            return self.tracing.follow(target, facts[0]) if facts else target
+        return self._remembered(result, iter(facts))
+
+    def _remembered(self, result: Any, facts: Iterator[_Fact]) -> Any:
+        if isinstance(result, (tuple, list)):
+            return tuple(self._remembered(each, facts) for each in result)
+        fact = next(facts, None) if self.tensors.is_tensor(result) else None
+        return result if fact is None else self.tracing.follow(result, fact)
 
     def _describe(self, value: Any) -> Argument | None:
-        if not self.backend.tensors.is_tensor(value):
+        if not self.tensors.is_tensor(value):
             return None
-        takes_part = self.backend.autograd.takes_part(value)
-        name = self.backend.tensors.dtype_name(value)
-        return Argument(tuple(value.shape), name, takes_part, (self.state(value),))
+        fact = self.tracing.fact(value) or _Fact()
+        return Argument(tuple(value.shape), self.tensors.dtype_name(value), fact.takes_part, (fact.state,))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if type(value) is tuple:
+    if isinstance(value, tuple) and not isinstance(value, Argument):
         for each in value:
             yield from _leaves(each)
     else:

@@ -101,6 +101,12 @@ def parameters_of(operator: Hashable) -> str | None:
     return None if found is None else found.parameters
 
 
+def flows(operator: Hashable, place: int) -> bool:
+    """Tell whether a gradient flows through the result at `place` of an operator that has a rule."""
+    found = _find(operator)
+    return found is not None and not found.is_constant(place)
+
+
 def operators() -> tuple[Hashable, ...]:
     """All that have a rule, without those that follow by writing in place."""
     return tuple(_RULES)
