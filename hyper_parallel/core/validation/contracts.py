@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Mapping, Sequence
 
+from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.plan.contracts import FEATURES, SEQUENCE, ByAxis
+from hyper_parallel.core.plan.contracts import FEATURES, SEQUENCE, ByAxis, Contract
 from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, cut
 
 
@@ -32,6 +33,30 @@ def _state(placement: Placement, gradient: Placement, dims: int, samples: int | 
     if dims == 2 and placement == Shard(FEATURES):
         return cut(1)
     return State(placement)
+
+
+def check_ends(module: str, side: str, contract: Contract) -> None:
+    """Raise `ContractError` where a contract gives a tensor a gradient that it can't have: that of a part is that part,
+    that of a pending sum is whole, and only that of what is replicated can be a pending sum or whole."""
+    ends = (("before", contract.before, contract.source_gradient), ("after", contract.after, contract.gradient))
+    for end, placements, gradients in ends:
+        for axis, placement in placements.items():
+            legal = _legal_gradients(placement)
+            gradient = gradients.get(axis, Replicate())
+            if gradient not in legal:
+                line = f"boundary {module}, {side} {contract.name}, {end}: {written(placements)}"
+                raise ContractError(
+                    f"{module}: the {side} {contract.name!r}: {end} the transition it is {placement} over {axis}, and "
+                    f"its gradient is said to be {gradient}\n"
+                    f"  legal: a gradient that is {' or '.join(map(str, legal))} over {axis}\n"
+                    f"  plan: {line}, its gradient: {written(gradients)}"
+                )
+
+
+def _legal_gradients(placement: Placement) -> tuple[Placement, ...]:
+    if isinstance(placement, Replicate):
+        return (Replicate(), Partial())
+    return (Replicate(),) if isinstance(placement, Partial) else (placement,)
 
 
 def differs(found: State, expected: State, takes_part: bool) -> bool:

@@ -14,6 +14,7 @@ from hyper_parallel.core.plan.plan import ParameterPlan
 from hyper_parallel.core.rules.state import constant
 from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing
+from hyper_parallel.core.validation.contracts import check_ends
 from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
 from hyper_parallel.core.validation.parameters import line_of, parameter_states
 from hyper_parallel.core.validation.watch import Track, Watch
@@ -33,6 +34,10 @@ class Following:
         mesh = facts.plan.mesh
         axes = tuple(axis for axis in FOLLOWED if mesh.axis_size(axis) > 1)
         names = {id(use.parameter): use.name for uses in facts.uses.values() for use in uses}
+        for boundary in facts.plan.boundaries:
+            for side, contracts in (("input", boundary.inputs), ("output", boundary.outputs)):
+                for contract in contracts:
+                    check_ends(boundary.module, side, contract)
         self._facts = facts
         self._adaptations = adaptations
         self._interception = facts.backend.interception
