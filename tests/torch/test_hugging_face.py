@@ -105,7 +105,7 @@ OTHERS: dict[str, tuple[str, dict]] = {
             "afmoe aria_text cohere2_moe ernie4_5_moe exaone_moe flex_olmo granitemoe granitemoe_swa granitemoeshared "
             "hy_v3 llama4_text mellum minimax_m2 olmoe phimoe qwen2_moe sarvam_moe solar_open",
         ),
-        (EXPERTS | LATENT | SHARED, "flint glm4_moe_lite sarvam_mla"),
+        (EXPERTS | LATENT | SHARED, "axk1 flint glm4_moe_lite sarvam_mla"),
         (LATENT, "minicpm3 youtu"),
         (SHORT, "gpt_bigcode gptj openai-gpt"),
         (EACH | {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "gpt_neo"),
@@ -235,6 +235,7 @@ WHOLE = {
     "shared_expert_gate",
     "index",
     "mixer_inner",
+    "sum_norm",
     "activation",
 }
 """Roles that `tensor` leaves whole; of others only biases are, behind a weight that is cut along its inputs."""

@@ -171,6 +171,9 @@ gradient."""
 GATED_QUERIES: frozenset[str] = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
 """Attention whose query projection gives, head by head, a query and a gate of the same size."""
 
+NORM_OF_SUM: tuple[str, ...] = ("AXK1MoE",)
+"""Blocks of experts that hand on a norm of what routed and shared experts give together."""
+
 OWN_HEADS: frozenset[str] = frozenset({"MiMoV2FlashAttention"})
 """Attention whose values have `v_head_dim` features each, and whose layers have other numbers of key/value heads than
 the configuration says: the rows of `k_proj` tell."""

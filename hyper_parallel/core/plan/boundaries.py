@@ -17,6 +17,7 @@ TYPES: dict[str, str] = {
     "down": "inner features to hidden states: the second half of such an mlp",
     "norm": "a norm over hidden states",
     "wide_norm": "a norm over the features of all heads, inside an attention",
+    "sum_norm": "a norm over the sum of what experts give, at the end of their block",
     "embedding": "token or position indices to hidden states",
     "projection": "between the width of the embedding and that of hidden states",
     "head": "hidden states to logits",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyper_parallel.core.plan.architectures import INDEXES, MIXERS
+from hyper_parallel.core.plan.architectures import INDEXES, MIXERS, NORM_OF_SUM
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ ROLES: dict[str, RoleKind] = {
     "expert_up": RoleKind("`up` of the experts", "experts", "output"),
     "expert_gate_up": RoleKind("`gate_up` of the experts", "experts", "output"),
     "expert_down": RoleKind("`down` of the experts", "experts", "input"),
+    "sum_norm": RoleKind("a norm over the sum of what experts give", "sum_norm", "whole"),
     "adapter": RoleKind("the factor of a low-rank adapter that no axis cuts", "adapter", "whole", True),
     "whole": RoleKind("kept whole because an override says so", "whole", "whole"),
 }
@@ -153,6 +154,7 @@ RULES: tuple[Rule, ...] = (
     Rule("@mlp.moe_statics.e_score_correction_bias", "router_correction", "correction"),
     Rule("@mlp.expert_bias|e_score_correction_bias", "router_correction", "correction", where=("beside experts",)),
     Rule(f"@mlp.shared_expert_gate.{LINEAR}", "shared_expert_gate", output="one", input="hidden"),
+    Rule("@closed.post_mlp_layernorm.weight", "sum_norm", "vector", output="hidden"),
     # Experts in one tensor, and one by one.
     Rule("experts.gate_up_proj", "expert_gate_up", "packed"),
     Rule("experts.gate_up_proj_bias", "expert_gate_up", "packed bias"),
@@ -211,6 +213,7 @@ KINDS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     ),
     "mixer": (frozenset(), MIXERS),
     "index": (frozenset(), INDEXES),
+    "closed": (frozenset(), NORM_OF_SUM),
 }
 """Kinds of modules: by their usual names, or by their class."""
 

@@ -279,6 +279,13 @@ def _norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> It
     yield _local(group, "norm", streams.inside if scope.block else streams.outside, streams)
 
 
+def _sum_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
+    """A norm needs whole sums; the block around it goes on with one summand, which is all of it on one rank."""
+    lies = streams.pending if scope.cut else streams.inside
+    taken, given = (streams.contract("sum", *ends) for ends in ((lies, streams.inside), (streams.inside, lies)))
+    yield BoundaryPlan(group.module, "sum_norm", (taken,), (given,))
+
+
 def _projection(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     yield _local(group, "projection", streams.outside, streams)
 
@@ -339,6 +346,7 @@ _TEMPLATES = {
     "moe": _experts,
     "norm": _norm,
     "wide_norm": _wide_norm,
+    "sum_norm": _sum_norm,
     "embedding": _embedding,
     "projection": _projection,
     "head": _head,

@@ -176,6 +176,27 @@ MODELS: dict[str, tuple[ModelDescription, dict[str, str]]] = {
         ),
         ATTENTION | {"q_norm.weight": PENDING, "k_norm.weight": PENDING},
     ),
+    # post_mlp_layernorm(experts(x) + shared_experts(x)): the norm needs the whole sum.
+    "axk1": (
+        block(
+            "mlp",
+            "AXK1MoE",
+            {
+                "experts.gate_up_proj": ((4, 48, 32), "AXK1Experts"),
+                "experts.down_proj": ((4, 32, 24), "AXK1Experts"),
+                "gate.weight": ((4, 32), "AXK1TopkRouter"),
+                "gate.e_score_correction_bias": ((4,), "AXK1TopkRouter"),
+                "shared_experts.gate_proj.weight": ((24, 32), "Linear"),
+                "shared_experts.up_proj.weight": ((24, 32), "Linear"),
+                "shared_experts.down_proj.weight": ((32, 24), "Linear"),
+                "post_mlp_layernorm.weight": ((32,), "AXK1RMSNorm"),
+            },
+        ),
+        {"experts.gate_up_proj": "strided_shard(1, 2)", "experts.down_proj": "shard(2)", "gate.weight": PENDING}
+        | {"shared_experts.gate_proj.weight": CUT, "shared_experts.up_proj.weight": CUT}
+        | {"shared_experts.down_proj.weight": CLOSES, "gate.e_score_correction_bias": WHOLE}
+        | {"post_mlp_layernorm.weight": WHOLE},
+    ),
     # act_fn is a function of each inner feature with two numbers, the same for all.
     "apertus": (
         block(
@@ -234,6 +255,17 @@ def test_a_mixer_gets_all_that_its_projections_give_and_closes_with_its_own_part
     assert opens.outputs[0].gradient.get("tensor", hp.Replicate()) == hp.Replicate()
 
 
+def test_a_norm_at_the_end_of_a_block_of_experts_gets_whole_sums():
+    model, _ = MODELS["axk1"]
+    plan = hp.plan(model, TENSOR)
+    norm, around = boundary(plan, "mlp.post_mlp_layernorm"), boundary(plan, "mlp")
+    assert (norm.kind, sides(norm.inputs[0])) == ("sum_norm", ("partial", "replicate"))
+    assert sides(norm.outputs[0]) == ("replicate", "partial")  # all of it on one rank
+    assert sides(around.outputs[0]) == ("partial", "shard(1)")
+    whole = hp.plan(model, TENSOR, {"parameters": {"layers.0.mlp.**": {"placements": {"tensor": "replicate"}}}})
+    assert all(each.is_trivial for each in boundary(whole, "mlp.post_mlp_layernorm").inputs)
+
+
 def test_over_context_a_mixer_hands_on_what_it_knows_by_itself():
     plan = hp.plan(QWEN3_NEXT, hp.DeviceMesh((2, 2), ("context", "tensor")))
     mixer = boundary(plan, "linear_attn")
@@ -274,6 +306,19 @@ REFUSED: dict[str, tuple[ModelDescription, str]] = {
     "a mixer of a class that is not known": (
         block("linear_attn", "OwnDeltaNet", plain(in_proj_qkvz=(96, 32), out_proj=(32, 32))),
         "no rule knows 'in_proj_qkvz.weight', [96, 32] of a Linear in a OwnDeltaNet",
+    ),
+    "a norm over a sum in a block of a class that is not known": (
+        block(
+            "mlp",
+            "OwnMoE",
+            {
+                "experts.gate_up_proj": ((4, 48, 32), "AXK1Experts"),
+                "experts.down_proj": ((4, 32, 24), "AXK1Experts"),
+                "gate.weight": ((4, 32), "AXK1TopkRouter"),
+                "post_mlp_layernorm.weight": ((32,), "AXK1RMSNorm"),
+            },
+        ),
+        "no rule knows 'post_mlp_layernorm.weight', [32] of a AXK1RMSNorm in a OwnMoE; 'mlp' is cut around it",
     ),
     "a mixer that nothing closes": (
         block("linear_attn", "Qwen3NextGatedDeltaNet", plain(in_proj_qkvz=(96, 32)) | DELTA_NET),
@@ -317,6 +362,22 @@ def test_what_only_looks_alike_is_refused(case):
 
 
 TWO = {"tensor": 2}
+
+
+NEEDED = {
+    "post_mlp_layernorm": ("axk1", "mlp", "sum from (tensor: partial) to (tensor: replicate)"),
+    "in_proj_ba": ("qwen3_next", "linear_attn", "features from (tensor: shard(2)) to (tensor: replicate)"),
+    "out_proj": ("qwen3_next", "linear_attn", "features from (tensor: replicate) to (tensor: shard(2))"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_boundary_that_gathers_or_sums_up_is_taken_away(name):
+    family, around, needed = NEEDED[name]
+    module = f"layers.0.{around}.{name}"
+    (found,) = mended(MODELS[family][0], TWO, {"boundaries": {module: {"type": "none"}}})
+    assert (found.rule, found.line) == ("contract", f"{module}: {{type: auto}}")
+    assert found.message == (f"is none, and so nothing is done there inside of layers.0.{around}; needed is: {needed}")
 
 
 def test_a_projection_that_is_kept_whole_in_a_cut_mixer():
