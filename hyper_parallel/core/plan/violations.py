@@ -86,7 +86,8 @@ def _lines(column: Sequence[tuple[str, str]], names: Sequence[str]) -> list[str]
     """The lines of alike findings, as one where a pattern fits what they name and nothing else."""
     fixes, common = dict(column), numberless(column[0][0])
     if len(fixes) > 1 and len(set(fixes.values())) == 1:
-        wanted = {name for target in fixes for name in matching(target, names)}
+        wanted = fixes.keys() & set(names)
+        wanted |= {name for target in fixes if "*" in target for name in matching(target, names)}
         if set(matching(common, names)) == wanted:
             fixes = {common: column[0][1]}
     return [f"{_key(target)}: {fix}" for target, fix in fixes.items()]
