@@ -22,20 +22,53 @@ class Operator(NamedTuple):
 
 
 _POINTWISE = (
-    "Abs ACos ASin Atan Acosh Asinh Atanh Ceil Cos Cosh Erf Erfc Erfinv Exp Exp2 Expm1 Floor Frac GeLU HSigmoid HSwish "
-    "Hardtanh LeakyReLU LeakyReLUExt Elu EluExt Log Log10 Log1p Log2 LogSigmoid LogSigmoidExt Mish NanToNum Reciprocal "
-    "ReLU ReLU6 Round Rsqrt SeLU SeLUExt Sigmoid Sign SiLU Sin Sinh Softplus SoftplusExt Softsign Sqrt Square Tan Tanh "
-    "Trunc Xlogy Atan2 Mod FloorMod RemainderTensorTensor RemainderTensorScalar FloorDiv Pow PowTensorScalar "
-    "PowScalarTensor Maximum Minimum Polar ClampScalar ClampTensor Addcmul Addcdiv GeLUExt Gelu FastGeLU"
+    "Abs ACos ASin Atan Ceil Cos Cosh Erf Erfc Exp Exp2 Expm1 Floor Frac GeLU Hardtanh Elu Log Log10 Log1p "
+    "Log2 LogSigmoid Mish Reciprocal ReLU ReLU6 Round Rsqrt SeLU Sigmoid Sign SiLU Sin Sinh Softplus Softsign Sqrt "
+    "Square Tan Tanh Trunc Xlogy Atan2 Pow Maximum Minimum Polar Addcmul Addcdiv"
 )
-_TESTS = (
-    "Equal NotEqual Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr LogicalXor LogicalNot BitwiseAnd "
-    "BitwiseOr BitwiseXor BitwiseNot IsFinite IsInf IsNan GreaterEqualScalar EqualScalar NotEqualScalar"
+"""Operators that the rules know by the same name in small letters, and whose newer form ends with "Ext"."""
+
+_METHODS = (
+    "Acos Add Argmax Argmin Argsort Asin Atan Chunk Cumsum Dot Frac Imag Logsumexp Matmul Max Mean Median Min Mul Pow "
+    "Prod Real Squeeze Std Sub Sum Tril Topk Unsqueeze Var Xlogy"
 )
+"""Methods of tensors whose former arguments still work: as "Deprecated", and else as the rules have them."""
 
 _NAMES: dict[str, tuple[str, str | None]] = {
-    _POINTWISE: ("pointwise", None),
-    _TESTS: ("logical_and", None),
+    "DeprecatedTranspose DeprecatedPermute": ("permute", None),
+    "DeprecatedTile": ("repeat", None),
+    "DeprecatedReduceAll": ("all", None),
+    "DeprecatedReduceAny": ("any", None),
+    "DeprecatedSplit": ("split", None),
+    "DeprecatedGather": ("take_rows", None),
+    "DeprecatedIndexSelect": ("index_select", None),
+    "DeprecatedWhere DeprecatedSelect": ("where", "input condition other"),
+    "DeprecatedTypeAs": ("type_as", None),
+    "DeprecatedViewAs": ("view_as", None),
+    "DeprecatedExpandAs": ("expand_as", None),
+    "Acosh Asinh Atanh Erfinv FastGeLU Gelu HSigmoid HSwish NanToNum DivNoNan": ("pointwise", None),
+    "LeakyReLU LeakyReLUExt": ("leaky_relu", None),
+    "Mod FloorMod RemainderTensorTensor RemainderTensorScalar": ("remainder", None),
+    "FloorDiv": ("floor_divide", None),
+    "PowTensorScalar PowScalarTensor": ("pow", None),
+    "ClampScalar ClampTensor": ("clamp", None),
+    "Equal EqualScalar": ("eq", None),
+    "NotEqual NotEqualScalar": ("ne", None),
+    "Greater": ("gt", None),
+    "GreaterEqual GreaterEqualScalar": ("ge", None),
+    "Less": ("lt", None),
+    "LessEqual": ("le", None),
+    "LogicalAnd": ("logical_and", None),
+    "LogicalOr": ("logical_or", None),
+    "LogicalXor": ("logical_xor", None),
+    "LogicalNot": ("logical_not", None),
+    "BitwiseAnd": ("bitwise_and", None),
+    "BitwiseOr": ("bitwise_or", None),
+    "BitwiseXor": ("bitwise_xor", None),
+    "BitwiseNot": ("bitwise_not", None),
+    "IsFinite": ("isfinite", None),
+    "IsInf": ("isinf", None),
+    "IsNan": ("isnan", None),
     "Add AddN AddExt AddScalar": ("add", "input other alpha"),
     "Sub SubExt SubScalar": ("sub", "input other alpha"),
     "Mul Muls": ("mul", None),
@@ -43,7 +76,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "DivNoNan": ("pointwise", None),
     "Neg": ("neg", None),
     "Real Imag Conj": ("identity", None),
-    "Cast ToDtype ToOther": ("cast", None),
+    "ToOther": ("type_as", None),
     "Contiguous Identity Copy Clone CellBackwardHook ToDevice Depend": ("identity", None),
     "StopGradient": ("detach", None),
     "Select": ("where", None),
@@ -51,17 +84,29 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "Lerp LerpScalar": ("lerp", None),
     "BiasAdd": ("bias_add", None),
     "Dense": ("linear", None),
+    "All": ("all", None),
+    "Any": ("any", None),
     "MatMulExt BatchMatMulExt Mm Mv DotExt": ("matmul", None),
     "Outer": ("outer", None),
     "Einsum": ("einsum", None),
     "Addmm Baddbmm": ("addmm", "input left right beta alpha"),
     "SumExt ReduceSum": ("sum", None),
     "MeanExt ReduceMean": ("mean", None),
-    "ReduceMax ReduceMin ReduceProd ProdExt Std Var ReduceStd LogSumExp": ("amax", None),
+    "ReduceMax": ("amax", None),
+    "ReduceMin": ("amin", None),
+    "ReduceProd ProdExt": ("prod", None),
+    "Std": ("std", "input dim correction keepdim"),
+    "ReduceStd": ("std_mean", None),
+    "Var": ("var", "input dim correction keepdim"),
+    "LogSumExp": ("logsumexp", None),
     "Norm LpNorm LpNormV2": ("norm", "input p dim keepdim"),
     "Max MaxDim": ("max", None),
     "Min MinDim": ("min", None),
-    "ReduceAll ReduceAny AllExt AnyExt Argmax ArgMaxExt Argmin ArgMinExt CountNonZero": ("any", None),
+    "ReduceAll AllExt": ("all", None),
+    "ReduceAny AnyExt": ("any", None),
+    "Argmax ArgMaxExt": ("argmax", None),
+    "Argmin ArgMinExt": ("argmin", None),
+    "CountNonZero": ("count_nonzero", None),
     "CumSum CumsumExt": ("cumsum", None),
     "CumProd": ("cumprod", None),
     "Cummax": ("cummax", None),
@@ -70,7 +115,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "LogSoftmax LogSoftmaxExt": ("log_softmax", None),
     "LayerNorm": ("layer_norm_from", "input weight bias begin begin_of_weights epsilon"),
     "LayerNormExt": ("layer_norm", None),
-    "RmsNorm": ("rms_norm_pair", "input weight"),
+    "RmsNorm": ("rms_norm_from", None),
     "GLU": ("glu", None),
     "Reshape View": ("reshape", "input shape"),
     "FlattenExt": ("flatten", None),
@@ -88,7 +133,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "UnstackExt UnstackExtView": ("unbind", None),
     "SelectExt SelectExtView": ("select", None),
     "Narrow NarrowView": ("narrow", None),
-    "Slice SliceExt": ("slice", "input dim start stop step"),
+    "SliceExt SliceExtView": ("slice", None),
     "Concat": ("cat", None),
     "StackExt": ("stack", None),
     "Roll": ("roll", None),
@@ -107,6 +152,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "OneHotExt": ("one_hot", None),
     "TopkExt": ("topk", None),
     "SortExt": ("sort", None),
+    "Sort": ("sort", "input dim"),
     "NonZero": ("nonzero", None),
     "NonZeroExt": ("nonzero_tuple", None),
     "MaskedSelect": ("masked_select", None),
@@ -133,9 +179,12 @@ _NAMES: dict[str, tuple[str, str | None]] = {
 }
 """`names: (canonical name, positional arguments where they are not those of the rule)`."""
 
+_SAME_NAMES = {f"{name} {name}Ext": (name.lower(), None) for name in _POINTWISE.split()}
+_SAME_NAMES |= {f"Deprecated{name}": (name.lower(), None) for name in _METHODS.split()}
+
 OPERATORS: Mapping[str, Operator] = {
     name: Operator(op, parameters if parameters is not None else parameters_of(op) or "")
-    for names, (op, parameters) in _NAMES.items()
+    for names, (op, parameters) in (_SAME_NAMES | _NAMES).items()
     for name in names.split()
 }
 """What each operator is."""
@@ -177,6 +226,17 @@ def _matrix_product(args: tuple) -> tuple[str, dict]:
     return "matmul_transposed", given
 
 
+_INTEGERS = range(30, 41)
+"""Numbers of the dtypes of truth values and whole numbers, in MindSpore's own count."""
+
+
+def _cast(args: tuple) -> tuple[str, dict]:
+    """`Cast` and `ToDtype` are given a dtype or its number."""
+    if isinstance(args[1], int):
+        return ("truncate" if args[1] in _INTEGERS else "cast"), {"input": args[0]}
+    return "cast", {"input": args[0], "dtype": args[1]}
+
+
 def _split_in(args: tuple) -> tuple[str, dict]:
     """`Split`, which is given the number of parts."""
     return "chunk", bind("input dim chunks", args, {})
@@ -216,6 +276,8 @@ def _top(args: tuple) -> tuple[str, dict]:
 _SPECIAL: Mapping[str, Callable[[tuple], tuple[str, dict]]] = {
     "MatMul": _matrix_product,
     "BatchMatMul": _matrix_product,
+    "Cast": _cast,
+    "ToDtype": _cast,
     "Split": _split_in,
     "StridedSlice": _strided_slice,
     "Dropout": _dropout,

@@ -35,14 +35,22 @@ def matmul(view: View) -> State:
     return contract(view.op, (x, y), (left, right), result).state
 
 
-@rule("matmul_transposed", "input other")
+@rule("matmul_transposed", "input other transpose_input transpose_other")
 def matmul_transposed(view: View) -> State:
-    """As `matmul`, with the last two dims of `other` exchanged."""
+    """As `matmul` of two matrices or more, with the last two dims of either exchanged."""
     x, y = view["input"], view["other"]
     batch = max(x.dims, y.dims) - 2
     names = _numbered("batch", batch)
-    left, right = [*names[batch - x.dims + 2 :], "row", "in"], [*names[batch - y.dims + 2 :], "column", "in"]
-    return contract(view.op, (x, y), (left, right), [*names, "row", "column"]).state
+    left = ["in", "row"] if view.get("transpose_input") else ["row", "in"]
+    right = ["column", "in"] if view.get("transpose_other") else ["in", "column"]
+    labels = ([*names[batch - x.dims + 2 :], *left], [*names[batch - y.dims + 2 :], *right])
+    return contract(view.op, (x, y), labels, [*names, "row", "column"]).state
+
+
+@rule("bias_add", "input bias")
+def bias_add(view: View) -> State:
+    """A bias of one dim added along dim 1."""
+    return _plus(view.op, view["input"], view["bias"], dim=1)
 
 
 @rule("outer", "input other")

@@ -15,27 +15,15 @@ ORDERS = "takes all elements of that dim into account"
 @rule("embedding", "input weight")
 def embedding(view: View) -> State:
     """Rows of `weight` [rows, features] for whole numbers of any shape."""
-    ids, weight = view["input"], view["weight"]
-    refuse_partial(view.op, [ids])
-    if weight.state.cut == 0 and "vocabulary" in view.declared:
-        refuse_cut(view.op, ids, range(ids.dims), "looks tokens up in a part of the vocabulary")
-        return PARTIAL
-    if weight.state.cut == 0:
-        raise RuleError(
-            f"weight is {weight.state}: this rank holds a part of the vocabulary, but input counts in all of it",
-            "a boundary of type embedding, which shifts input and zeroes the rows of other ranks; or weight as "
-            f"replicate or shard({weight.dims - 1})",
-        )
-    return looked_up(view.op, weight, 0, ids)
+    return looked_up(view, view["weight"], 0, view["input"])
 
 
 @rule("index_select", "input dim index")
 @rule("take_rows", "input index dim")
 def index_select(view: View) -> State:
     """The elements of a dim at the places that `index` names; its dims stand where the dim stood."""
-    x, index = view["input"], view["index"]
-    refuse_partial(view.op, [index])
-    return looked_up(view.op, x, resolve(view.get("dim", 0), x.dims), index)
+    x = view["input"]
+    return looked_up(view, x, resolve(view.get("dim", 0), x.dims), view["index"])
 
 
 @rule("gather take_along_dim", "input dim index")
@@ -159,15 +147,24 @@ def searchsorted(view: View) -> State:
     return State() if x.state.is_replicate else x.state
 
 
-def looked_up(op: str, table: Operand, dim: int, index: Operand) -> State:
+def looked_up(view: View, table: Operand, dim: int, index: Operand) -> State:
     """The state of what `index` takes of a table along `dim`."""
-    refuse_cut(op, table, [dim], "takes elements by their places in the whole dim")
+    refuse_partial(view.op, [index])
+    if table.state.cut == dim == 0 and "vocabulary" in view.declared:
+        refuse_cut(view.op, index, range(index.dims), "looks tokens up in a part of the vocabulary")
+        return PARTIAL
+    if table.state.cut == dim:
+        raise RuleError(
+            f"{table.name} is {table.state}: this rank holds a part of what {index.name} counts in",
+            f"{table.name} as replicate or cut along another dim; of a vocabulary, a boundary of type embedding, which "
+            "shifts tokens and zeroes the rows of other ranks",
+        )
     if index.state.cut is None:
         return table.state if table.state.is_partial else _widened(table, dim, index)
     if not table.state.is_replicate:
         raise RuleError(
-            f"{op}: {table.name} is {table.state} and {index.name} is {index.state}: the result would be cut in two "
-            "ways by one axis",
+            f"{view.op}: {table.name} is {table.state} and {index.name} is {index.state}: the result would be cut in "
+            "two ways by one axis",
             f"{table.name} or {index.name} as replicate",
         )
     return index.state.at(index.state.cut + dim)

@@ -40,6 +40,13 @@ def layer_norm_from(view: View) -> State:
     return state, state, state
 
 
+@rule("rms_norm_from", "input weight")
+def rms_norm_from(view: View) -> Sequence[State]:
+    """As `rms_norm`, over the dims of the weight; with the reciprocal of the root as a second result."""
+    x = view["input"]
+    return [_normalised(view, range(x.dims - view["weight"].dims, x.dims))] * 2
+
+
 @rule("group_norm", "input groups weight bias")
 def group_norm(view: View) -> State:
     """Groups of channels, which are dim 1, brought to one size."""

@@ -6,6 +6,8 @@ draw the same, from generators of one seed that have drawn as often.
 
 from __future__ import annotations
 
+from typing import Sequence
+
 from hyper_parallel.core.rules.call import View
 from hyper_parallel.core.rules.checks import refuse_cut, refuse_partial, resolve
 from hyper_parallel.core.rules.state import State
@@ -21,6 +23,12 @@ def dropout(view: View) -> State:
         return x.state
     refuse_partial(view.op, [x])
     return State() if x.state.is_replicate else x.state
+
+
+@rule("dropout_pair", "input p", constant=(1,))
+def dropout_pair(view: View) -> Sequence[State]:
+    """As `dropout`, with the mask as a second result."""
+    return [dropout(view)] * 2
 
 
 @rule("bernoulli", "input", constant=None)

@@ -48,6 +48,12 @@ def reduced(view: View) -> State:
     return _reduced(x, dims, view.get("keepdim", False))
 
 
+@rule("std_mean", "input dim correction keepdim")
+def spread(view: View) -> Sequence[State]:
+    """The deviation, and the mean."""
+    return [reduced(view)] * 2
+
+
 @rule("max min median", "input dim keepdim", constant=(1,))
 def extreme(view: View) -> State | Sequence[State]:
     """With a dim, values and their places along it; without, one value."""

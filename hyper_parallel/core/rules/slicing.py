@@ -64,6 +64,15 @@ def narrow(view: View) -> State:
     return sliced(view.op, x, dim, start, view["length"], 1)
 
 
+@rule("slice", "input dim start stop step")
+def strided(view: View) -> State:
+    """Elements of a dim from a start to a stop, in steps."""
+    x = view["input"]
+    dim = resolve(view["dim"], x.dims)
+    run = range(*slice(view["start"], view["stop"], view.get("step", 1)).indices(x.shape[dim]))
+    return sliced(view.op, x, dim, run.start, len(run), run.step)
+
+
 @rule("cat", "tensors dim")
 def cat(view: View) -> State:
     """Tensors one after the other along a dim."""
@@ -132,7 +141,7 @@ def pad(view: View) -> State:
     refuse_cut(view.op, x, padded, "puts elements at the ends of each rank's part")
     value = view.get("value")
     if (view.get("mode") or "constant") == "constant" and value:
-        refuse_partial(f"pad with {value}", [x])
+        refuse_partial(f"{view.op} with {value.name if isinstance(value, Operand) else value}", [x])
     if not x.state.is_replicate:
         return x.state
     return State(same=tuple(dim for dim in x.state.same if dim not in padded))
