@@ -89,6 +89,7 @@ class WholeParameters:
                 or self._in_a_mixer(place)
                 or self._among_others(name, place)
                 or self._by_size(name, place)
+                or self._beside_a_sum(name, place)
             )
         return self._conflicts[name]
 
@@ -186,6 +187,24 @@ class WholeParameters:
             units = dict.fromkeys(numberless(module) for module in units)
         axes = [axis for axis in _AXES if any(each.axis == axis for each in found)]
         return Conflict(message, self._lines(name, units, axes))
+
+    def _beside_a_sum(self, name: str, place: Place) -> Conflict | None:
+        """On hidden states in a module that gives a sum over ranks: behind the sum it would count once for each."""
+        scope = self._scope_of.get(place.inside)
+        if self._hidden not in self._shapes[name] or scope is None or not scope.cut:
+            return None
+        unit = self._unit(place.inside)
+        groups = [each for module in unit for each in self._groups_below.get(module, ())]
+        cut = [member for each in groups for member in map(self.draft.members.get, each.parameters) if member.is_cut]
+        if not cut:
+            return None
+        last = next((member for member in cut if member.tensor == "input"), cut[-1])
+        message = (
+            f"has the hidden size {self._hidden} in dim {self._shapes[name].index(self._hidden)}, and nothing tells "
+            f"whether it works before or behind the sum that the ranks make with {last.description.name}, which tensor "
+            "cuts"
+        )
+        return Conflict(message, self._lines(name, unit, ["tensor"]))
 
     def _sizes_around(self, name: str, place: Place) -> Sizes:
         """The sizes that a parameter must not have: inside of a boundary those of all that is cut there. Elsewhere

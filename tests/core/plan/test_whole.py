@@ -103,6 +103,12 @@ REFUSED: dict[str, tuple[Parameters, str, str]] = {
         "works on what layers.0.self_attn.o_proj.weight does, which tensor cuts",
         IN_ATTENTION,
     ),
+    "a scale of hidden states, before a sum or behind it": (
+        {"mlp.scale": ((32,), "MLP")},
+        "has the hidden size 32 in dim 0, and nothing tells whether it works before or behind the sum that the ranks "
+        "make with layers.0.mlp.down_proj.weight, which tensor cuts",
+        IN_MLP,
+    ),
     "a bias by distance beside attention": (
         {"distance.weight": ((7, 4), "Embedding")},
         f"has 4 in dim 1, and {HEADS}",
@@ -183,7 +189,6 @@ ALLOWED: dict[str, tuple[Parameters, tuple[str, ...]]] = {
     "a number": ({"self_attn.temperature": ((1,), "Attention")}, ("tensor",)),
     "as many numbers as nothing else has": ({"mlp.act.alpha": ((7,), "Activation")}, ("tensor",)),
     "a norm of one head": ({"self_attn.sub_norm.weight": ((6,), "RMSNorm")}, ("tensor",)),
-    "a bias over hidden states": ({"mlp.scale": ((32,), "MLP")}, ("tensor",)),
     "scales of a layer": ({"layer_scale": ((32,), "Block")}, ("tensor",)),
     "a mixer with as many heads": (
         {
