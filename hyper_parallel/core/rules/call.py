@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from hyper_parallel.core.rules.state import State
@@ -20,7 +21,8 @@ class Argument(NamedTuple):
     states: tuple[State, ...]
 
 
-class Slice(NamedTuple):
+@dataclass(frozen=True)
+class Slice:
     """`slice(start, stop, step)`, which does not hash everywhere."""
 
     start: int | None
@@ -28,7 +30,8 @@ class Slice(NamedTuple):
     step: int | None
 
 
-class Flag(NamedTuple):
+@dataclass(frozen=True)
+class Flag:
     """True or False as an index, which is no 1 or 0: it adds a dim."""
 
     value: bool

@@ -136,7 +136,7 @@ def _bounds(op: str, x: Operand, dim: int, entry: Slice, ranks: int) -> tuple[in
                 f"{op}: {x.name} {list(x.shape)} is {x.state}, and the bound {bound} lies past this rank's part",
                 f"{x.name} as replicate, or bounds taken from the local shape",
             )
-    run = range(*slice(*entry).indices(size))
+    run = range(*slice(entry.start, entry.stop, entry.step).indices(size))
     return run.start, len(run), run.step
 
 
