@@ -10,7 +10,7 @@ from typing import Any, Callable, Hashable, Mapping, NamedTuple
 
 import mindspore as ms
 
-from hyper_parallel.core.rules.call import Slice, bind
+from hyper_parallel.core.rules.call import bind
 from hyper_parallel.core.rules.table import parameters_of
 
 
@@ -247,7 +247,7 @@ def _strided_slice(args: tuple) -> tuple[str, dict]:
     tensor, begin, end, strides, *masks = args
     if any(masks):
         return "StridedSlice with masks", {"input": tensor}
-    return "getitem", {"input": tensor, "index": tuple(map(Slice, begin, end, strides))}
+    return "getitem", {"input": tensor, "index": tuple(map(slice, begin, end, strides))}
 
 
 def _dropout(args: tuple) -> tuple[str, dict]:

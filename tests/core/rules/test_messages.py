@@ -107,8 +107,8 @@ REFUSED = {
         "a shape of local sizes; what the model's code keeps as a number, such as that of heads, has to be local",
     ),
     "a shape that spreads a part over other dims": (
-        dict(op="reshape", input=T(2, 4, state=cut(1)), shape=(4, 2)),
-        "input [2, 4] is shard(1), and in the shape [4, 2] no dim holds this rank's part: it would be spread over "
+        dict(op="reshape", input=part(3, 4, dim=1), shape=(2, 6)),
+        "input [3, 4] is shard(1), and in the shape [2, 6] no dim holds this rank's part: it would be spread over "
         "several dims, among the parts of others",
         "a shape that keeps the cut dim, splits it, or merges it with its neighbours",
     ),

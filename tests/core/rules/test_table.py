@@ -65,9 +65,7 @@ def test_a_tensor_that_lends_its_shape_or_dtype_only_keeps_its_gradient():
 
 def test_a_scaled_sum_gives_its_factor_a_part_of_its_gradient_on_each_rank():
     assert state("mul", input=T(4, state=PARTIAL), other=T(4, state=COPIED)) == PARTIAL
-    with pytest.raises(
-        RuleError, match="other is replicate with the whole gradient on every rank, but input is partial"
-    ):
+    with pytest.raises(RuleError, match="other is replicate with the whole gradient.*but input is partial"):
         state("mul", input=T(4, state=PARTIAL), other=T(4))
 
 
