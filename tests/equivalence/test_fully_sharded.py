@@ -132,7 +132,7 @@ def test_a_plan_is_applied_as_it_says_or_not_at_all(pool, backend_name):
         assert messages.pop("dim 1") == f"applied: (7, {2 - rank})"
         expected = {
             "dim 5": "layers.0.up: placements: axis 'shard': shard(5) names dim 5",
-            "partial": "layers.0.up is placed as shard: partial",
+            "partial": "parameters: layers.0.up: placements: shard: a parameter is no partial value",
             "axis": "layers.0.up: placements: a placement names the axis 'tensor'",
             "dtype": "layers.0.up has dtype float64, planned was float32",
             "frozen": "layers.0.up has trainable True, planned was False",

@@ -42,7 +42,7 @@ class ShardedParameter:
         self.uses = uses = list(held.uses)
         self.layout = held.layout
         self.places = list(held.places)
-        self.shown = held.shown or (lambda full: full)
+        self.shown = held.shown
         self.sum_group: Group = backend.collectives.groups(spec.layout.mesh.groups(("replicate", *held.pending)))
         self._tensors = backend.tensors
         self._collectives = backend.collectives
@@ -57,6 +57,11 @@ class ShardedParameter:
         if not spec.is_whole:
             self._buffer = self._tensors.empty((spec.gathered_numel if self._direct else spec.numel,), spec.dtype)
             self.free()
+
+    @property
+    def is_served(self) -> bool:
+        """False for what modules read, and autograd serves, as it is: there is nothing to gather, reduce or follow."""
+        return self.spec.pieces > 1 or self.sum_group.size > 1 or self.shown is not None
 
     def full(self) -> Tensor:
         """The full parameter as a fresh tensor without history. Read it only while it is gathered."""

@@ -39,6 +39,7 @@ class Unit:
         self.name = name
         self.module = module
         self.parameters = list(parameters)
+        self._served = [each for each in parameters if each.is_served]
         self.shard_group = shard_group
         self.replica_group = replica_group
         self.needs_reduction = shard_group.size > 1 or any(each.sum_group.size > 1 for each in self.parameters)
@@ -102,7 +103,7 @@ class Unit:
                 unit.reset()
             schedule.before_root_forward()
         schedule.before_forward(self)
-        recording = self.backend.autograd.grad_enabled()
+        recording = bool(self._served) and self.backend.autograd.grad_enabled()
         self._calls.append(_Call(self, (args, kwargs)) if recording else None)
         self.show()
 
@@ -123,8 +124,10 @@ class Unit:
         """
         parameters, tensors = self._recorded()
         seen = dict(zip(map(id, parameters), tensors))
-        for each in self.parameters:
-            tensor = each.shown(seen[id(each)] if id(each) in seen else each.full())
+        for each in self._served:
+            tensor = seen[id(each)] if id(each) in seen else each.full()
+            if each.shown is not None:
+                tensor = each.shown(tensor)
             for use, place in zip(each.uses, each.places):
                 if self.backend.modules.registered(use.owner, use.attribute) is not each.parameter:
                     raise ConfigError(
@@ -136,7 +139,7 @@ class Unit:
 
     def hide(self) -> None:
         """Let modules see the shards again."""
-        for parameter in self.parameters:
+        for parameter in self._served:
             for use, place in zip(parameter.uses, parameter.places):
                 place.pop(use.attribute, None)
 
@@ -148,7 +151,7 @@ class Unit:
         autograd = self.backend.autograd
         if not autograd.grad_enabled():
             return self._attached if self._attached is not None and autograd.in_backward() else ([], [])
-        trainable = [each for each in self.parameters if self.backend.modules.is_trainable(each.parameter)]
+        trainable = [each for each in self._served if self.backend.modules.is_trainable(each.parameter)]
         if not trainable:
             return [], []
         if self._attached is None or self._attached[0] != trainable:
