@@ -249,26 +249,21 @@ def _launch(
 def _exchange_and_sum(call: Call, target: torch.Tensor, source: torch.Tensor, async_op: bool) -> _Work:
     """Reduce-scatter in which every rank sends each piece straight to the rank that sums it, in rank order."""
     group = call.group
-    own = source.view(group.size, -1)
-    pieces = [own[i] if i == group.index else torch.empty_like(target) for i in range(group.size)]
-    # Ring order, so that the ranks do not all send to the same one first.
-    distances = range(1, group.size)
-    senders = [(group.index - distance) % group.size for distance in distances]
-    receivers = [(group.index + distance) % group.size for distance in distances]
-
-    def start() -> list[dist.Work]:
-        # Receives first: a payload that nobody waits for blocks the connection in both directions.
-        receives = [dist.irecv(_movable(pieces[i]), group.ranks[i], group.handle) for i in senders]
-        sends = [dist.isend(_movable(own[i]), group.ranks[i], group.handle) for i in receivers]
-        return receives + sends
+    pieces = torch.empty_like(source)
 
     def finish() -> None:
-        total = pieces[0].to(wide(target.dtype), copy=True)  # a copy: it may be the caller's input
-        for piece in pieces[1:]:
-            total += piece.to(total.dtype)
+        rows = pieces.view(group.size, -1)
+        total = rows[0].to(wide(target.dtype), copy=True)
+        for row in rows[1:]:
+            total += row.to(total.dtype)
         target.copy_(total)
 
-    return _launch(call, async_op, start, finish)
+    return _launch(
+        call,
+        async_op,
+        lambda: [dist.all_to_all_single(_movable(pieces), _movable(source), group=group.handle, async_op=async_op)],
+        finish,
+    )
 
 
 def _stays_here(group: RankGroup, target: torch.Tensor) -> bool:
