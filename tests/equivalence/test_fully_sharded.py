@@ -139,7 +139,7 @@ def test_a_plan_is_applied_as_it_says_or_not_at_all(pool, backend_name):
             "moved": "layers.0.up belongs to the unit 'layers.1'",
             "no root": "parameters: embed: unit: found ''",
             "root first": "the unit 'layers.0' comes after ''",
-            "twice": "the unit 'layers.1' is named twice",
+            "twice": "units: 'layers.1' stands twice; leave one out",
             "missing": "layers.0.up is in the model only",
             "sharded": "the model is sharded already",
         }
