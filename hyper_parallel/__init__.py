@@ -36,6 +36,7 @@ _WHERE = {
     "Launch": "core.backend",
     "initialize": "api",
     "parallelize": "api",
+    "validate": "api",
     "fully_shard": "api",
     "restore": "api",
     "layout_of": "api",

@@ -21,6 +21,7 @@ from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.derive import derive
 from hyper_parallel.core.plan.model import ModelDescription, describe
 from hyper_parallel.core.plan.plan import ShardingPlan
+from hyper_parallel.core.validation.simulate import Verdict, simulate
 
 
 def initialize(backend: str, launch: Launch | None = None) -> None:
@@ -103,6 +104,40 @@ def parallelize(model: Module, plan: ShardingPlan, mode: str = "production") -> 
         raise ConfigError(f'parallelize: mode is {mode!r}; write "production" or "validate"')
     apply_plan(backends.of_model(model), model, plan, validate=mode == "validate")
     return model
+
+
+def validate(model: Module | Callable[[], Module], plan: ShardingPlan, tokens: tuple[int, int] = (1, 128)) -> Verdict:
+    """Hold a plan against a model's code without devices: one step of single ranks, on tensors that have shapes only.
+
+    Every operator is looked up in the rule table, and every boundary checked, as in `parallelize(mode="validate")`.
+    What only values show is not seen: where a module's code needs them, such as which tokens go to which expert, its
+    boundary is believed, and the verdict says so. In MindSpore, which runs no operator on shapes, tensors are zeros.
+
+    Args:
+        model: a model made without values, or a function that makes a PyTorch model and is called so that it has
+            none. It is called with the tokens, and has to return its logits, or something that has them under `logits`.
+        plan: what `hyper_parallel.plan` has made of it, on any mesh.
+        tokens: sequences on each rank, and tokens of each sequence in all.
+
+    Returns:
+        What has been checked. That it returns says that the plan holds.
+
+    Raises:
+        ContractError: the plan does not hold; names the module, what was found and the line of the plan.
+        PlanError: the plan does not fit the model; lists every reason.
+        ConfigError: the model has values, or an argument is no argument.
+    """
+    if not isinstance(plan, ShardingPlan):
+        raise ConfigError(f"validate: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")
+    try:
+        backend = backends.of_model(model)
+    except ConfigError:
+        if not callable(model):
+            raise
+        backend = backends.load("torch")
+        with backend.modules.without_values():
+            model = model()
+    return simulate(backend, model, plan, tokens)
 
 
 def fully_shard(

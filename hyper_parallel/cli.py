@@ -1,7 +1,7 @@
-"""The command line: `hyper-parallel train`, `compare` and `plan`.
+"""The command line: `hyper-parallel train`, `compare`, `plan` and `validate`.
 
-Exit status: 0 done; 1 a rank failed, or the backends or two plans differ; 2 something that the user can put right;
-130 Ctrl-C.
+Exit status: 0 done; 1 a rank failed, the backends or two plans differ, or a plan does not hold; 2 something that the
+user can put right; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What a command line asks for; an impossible one ends the process with a message."""
-    from hyper_parallel import plan_command
+    from hyper_parallel import plan_command, validate_command
 
     about = "Plan how a model is sharded, and train a language model by one plan with MindSpore or PyTorch."
     parser = argparse.ArgumentParser(prog="hyper-parallel", description=about)
@@ -52,6 +52,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         )
     plan = commands.add_parser("plan", help="plan a model on a mesh, or compare two plans")
     plan_command.add_arguments(plan)
+    validate = commands.add_parser("validate", help="hold a plan against a model's code, without devices")
+    validate_command.add_arguments(validate)
     options = parser.parse_args(arguments)
     if options.command == "plan":
         plan_command.check_arguments(options, plan)
@@ -95,7 +97,13 @@ def _plan(options: argparse.Namespace) -> int:
     return run(options)
 
 
-_COMMANDS = {"train": _train, "compare": _compare, "plan": _plan}
+def _validate(options: argparse.Namespace) -> int:
+    from hyper_parallel.validate_command import run
+
+    return run(options)
+
+
+_COMMANDS = {"train": _train, "compare": _compare, "plan": _plan, "validate": _validate}
 
 
 def _complain(message: str, status: int, ranks_ran: bool = False) -> int:

@@ -123,8 +123,36 @@ def load_model(text: str) -> Any:
     return describe_hugging_face(rest) if kind == "hf" else _call_factory(kind, rest)
 
 
+def load_code(text: str) -> Any:
+    """The model that `--model` names, made without values, so that its code can be run on shapes.
+
+    Raises:
+        ConfigError, PlanError: it can't be made, or it is a description, which has no code; the message is one line.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "json":
+        raise ConfigError(
+            f"--model: {text} is the description of a model, which has no code to run; write hf:CONFIG.json or "
+            "package.module:factory"
+        )
+    if not rest:
+        return load_model(text)  # which says what to write
+    model = make_hugging_face(rest) if kind == "hf" else _call_factory(kind, rest, without_values=True)
+    if isinstance(model, ModelDescription):
+        raise ConfigError(f"--model: {text} makes the description of a model, which has no code to run")
+    return model
+
+
 def describe_hugging_face(path: str) -> ModelDescription:
     """Describe the causal language model of a Hugging Face configuration. Nothing is fetched, no weight is made.
+
+    Errors are those of `make_hugging_face`.
+    """
+    return describe(make_hugging_face(path), backends.load("torch"))
+
+
+def make_hugging_face(path: str) -> Any:
+    """The causal language model of a Hugging Face configuration, without values. Nothing is fetched.
 
     Raises:
         BackendUnavailable: transformers or PyTorch is missing.
@@ -148,12 +176,11 @@ def describe_hugging_face(path: str) -> ModelDescription:
         if type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(f"--model: {path} describes a {kind}, which is no causal language model")
         with backend.modules.without_values():
-            model = auto.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            return auto.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except ConfigError:
         raise
     except Exception as error:  # a configuration fails wherever the model's code first stumbles over it
         raise ConfigError(f"--model: transformers makes no model of {path}: {_one_line(error)}") from error
-    return describe(model, backend)
 
 
 def _transformers() -> Any:
@@ -168,7 +195,7 @@ def _transformers() -> Any:
         raise BackendUnavailable(f"--model: transformers can't be imported: {_one_line(error)}") from error
 
 
-def _call_factory(module_name: str, path: str) -> Any:
+def _call_factory(module_name: str, path: str, without_values: bool = False) -> Any:
     """What `path` in a module makes; modules in the working directory are found as well."""
     with _working_directory_on_path():
         try:
@@ -186,7 +213,8 @@ def _call_factory(module_name: str, path: str) -> Any:
         if not callable(factory):
             raise ConfigError(f"--model: {module_name}:{path} can't be called; write a function that makes the model")
         try:
-            model = factory()
+            with _without_values() if without_values else contextlib.nullcontext():
+                model = factory()
         except HyperParallelError:
             raise
         except Exception as error:
@@ -199,6 +227,17 @@ def _call_factory(module_name: str, path: str) -> Any:
         except ConfigError as error:
             raise ConfigError(f"--model: what {module_name}:{path}() made is {error}, or a ModelDescription") from error
     return model
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """Models made inside have no values, in whichever framework. One that only the factory imports is PyTorch."""
+    names = [name for name in backends.NAMES if name in sys.modules] or ["torch"]
+    with contextlib.ExitStack() as contexts:
+        for name in names:
+            if backends.available()[name] is None:
+                contexts.enter_context(backends.load(name).modules.without_values())
+        yield
 
 
 @contextlib.contextmanager

@@ -66,6 +66,10 @@ class Tensors(Protocol):
     def has_values(self, tensor: Tensor) -> bool:
         """False for a tensor of the meta device, which has a shape only."""
 
+    def without_values(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """A new tensor that has a shape and takes no memory, as the parameters of a model made inside
+        `Modules.without_values`; zeros where the framework runs no operators on such tensors."""
+
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor itself where this process's operators find it, else a copy on this process's device."""
 
@@ -483,7 +487,7 @@ class Interception(Protocol):
         """What a followed tensor carries; None for anything else."""
 
     def repeated_dims(self, tensor: Tensor) -> tuple[int, ...]:
-        """The dims along which all elements of a tensor are one in memory."""
+        """Dims along which all elements of a tensor are known to be equal, as behind an expansion."""
 
     def watch_gradient(self, tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
         """Call back in backward with the gradient of a tensor that takes part, when it is complete."""
@@ -499,4 +503,4 @@ class Backend:
     autograd: Autograd
     modules: Modules
     training: Training
-    interception: Interception | None = None
+    interception: Interception

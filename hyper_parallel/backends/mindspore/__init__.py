@@ -1,6 +1,6 @@
 """The MindSpore backend."""
 
-from hyper_parallel.backends.mindspore import autograd, collectives, modules, tensors, training
+from hyper_parallel.backends.mindspore import autograd, collectives, interception, modules, tensors, training
 from hyper_parallel.core.backend import Backend
 
 BACKEND = Backend(
@@ -10,4 +10,5 @@ BACKEND = Backend(
     autograd=autograd,
     modules=modules,
     training=training,
+    interception=interception,
 )

@@ -54,10 +54,10 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "ClampScalar ClampTensor": ("clamp", None),
     "Equal EqualScalar": ("eq", None),
     "NotEqual NotEqualScalar": ("ne", None),
-    "Greater": ("gt", None),
+    "Greater GreaterScalar": ("gt", None),
     "GreaterEqual GreaterEqualScalar": ("ge", None),
-    "Less": ("lt", None),
-    "LessEqual": ("le", None),
+    "Less LessScalar": ("lt", None),
+    "LessEqual LessEqualScalar": ("le", None),
     "LogicalAnd": ("logical_and", None),
     "LogicalOr": ("logical_or", None),
     "LogicalXor": ("logical_xor", None),
@@ -111,22 +111,21 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "CumProd": ("cumprod", None),
     "Cummax": ("cummax", None),
     "Cummin": ("cummin", None),
-    "Softmax": ("softmax", None),
     "LogSoftmax LogSoftmaxExt": ("log_softmax", None),
     "LayerNorm": ("layer_norm_from", "input weight bias begin begin_of_weights epsilon"),
     "LayerNormExt": ("layer_norm", None),
     "RmsNorm": ("rms_norm_from", None),
     "GLU": ("glu", None),
-    "Reshape View": ("reshape", "input shape"),
+    "Reshape View": ("reshape", "input *shape"),
     "FlattenExt": ("flatten", None),
-    "Transpose TransposeView": ("permute", "input dims"),
+    "Transpose TransposeView": ("permute", "input *dims"),
     "TransposeExt TransposeExtView": ("transpose", None),
     "TExt": ("transpose_last", None),
     "ExpandDims ExpandDimsView": ("unsqueeze", None),
     "Squeeze": ("squeeze", "input dim"),
-    "BroadcastTo BroadcastToView ExpandView": ("expand", "input shape"),
+    "BroadcastTo BroadcastToView ExpandView": ("expand", "input *shape"),
     "ExpandAs": ("expand_as", None),
-    "Tile": ("repeat", "input repeats"),
+    "Tile": ("repeat", "input *repeats"),
     "RepeatInterleaveInt RepeatInterleaveTensor": ("repeat_interleave", None),
     "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView": ("split", None),
     "Chunk ChunkView": ("chunk", None),
@@ -255,6 +254,12 @@ def _dropout(args: tuple) -> tuple[str, dict]:
     return "dropout_pair", {"input": args[0], "p": 1.0 - args[1]}
 
 
+def _softmax(args: tuple) -> tuple[str, dict]:
+    """`Softmax`, whose dim may stand in a tuple."""
+    dim = args[1] if len(args) > 1 else -1
+    return "softmax", {"input": args[0], "dim": dim[0] if isinstance(dim, (tuple, list)) else dim}
+
+
 def _stack(args: tuple) -> tuple[str, dict]:
     return "stack", bind("tensors dim", args, {})
 
@@ -281,6 +286,7 @@ _SPECIAL: Mapping[str, Callable[[tuple], tuple[str, dict]]] = {
     "Split": _split_in,
     "StridedSlice": _strided_slice,
     "Dropout": _dropout,
+    "Softmax": _softmax,
     "Stack": _stack,
     "PadV3": _pad,
     "TensorScatterElements": _scattered,

@@ -77,6 +77,11 @@ def has_values(tensor: ms.Tensor) -> bool:
     return not tensor.is_meta
 
 
+def without_values(shape: Sequence[int], dtype: str) -> ms.Tensor:
+    """A new tensor of zeros: operators need values, on a CPU at least."""
+    return mint.zeros(tuple(shape), dtype=_dtype(dtype))
+
+
 def to_device(tensor: ms.Tensor) -> ms.Tensor:
     """The tensor itself: MindSpore moves a tensor when an operator needs it elsewhere."""
     return tensor

@@ -31,7 +31,7 @@ class FollowedTensor(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        found = None if func in _HANDLES else canonical(func, args, kwargs)
+        found = None if func in _HANDLES or _is_gradient() else canonical(func, args, kwargs)
         if found is None:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -79,13 +79,19 @@ def track_of(tensor: Any) -> Track | None:
 
 def repeated_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     """See `core.backend.Interception`."""
-    strides = tensor.stride()
-    return state.repeated_dims(tensor.shape, strides) if 0 in strides else ()
+    return state.repeated_dims(tensor.shape, tensor.stride())
 
 
 def watch_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
     """See `core.backend.Interception`."""
     tensor.register_hook(lambda gradient: callback(plain(gradient)))
+
+
+def _is_gradient() -> bool:
+    """Tell whether a gradient is being computed, by a function that has saved a followed tensor. How gradients lie
+    follows from the states of what they are gradients of. What a checkpoint computes again is recorded, so it is
+    none."""
+    return not torch.is_grad_enabled() and in_backward()
 
 
 def _backward_method(tensor: torch.Tensor, gradient: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> None:

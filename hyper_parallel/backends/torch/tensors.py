@@ -66,6 +66,11 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta
 
 
+def without_values(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """A new tensor of the meta device, which has a shape only."""
+    return torch.empty(tuple(shape), dtype=_dtype(dtype), device="meta")
+
+
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where this process's operators find it, else a copy on this process's device."""
     target = torch.empty(0, device=device()).device  # with the index that `device` leaves open

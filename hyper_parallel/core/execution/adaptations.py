@@ -48,9 +48,9 @@ class Adaptations:
         """The dictionary in which a unit shows the full tensor of a parameter."""
         return self._places.get((id(module), attribute), vars(module))
 
-    def change_shown(self, change: Callable[[Any], Any]) -> None:
-        """Let modules find what `change` makes of everything that they would be shown."""
-        self._shown = [(module, attribute, change(value)) for module, attribute, value in self._shown]
+    def change_shown(self, change: Callable[[Module, Any], Any]) -> None:
+        """Let every module find what `change(module, value)` makes of each value that it would be shown."""
+        self._shown = [(module, attribute, change(module, value)) for module, attribute, value in self._shown]
 
     def apply(self) -> None:
         """Let modules find what they are told."""

@@ -72,21 +72,32 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bo
             no values; likewise.
         LayoutError: the mesh does not hold all ranks; likewise.
     """
-    error, facts, following, adaptations = None, None, None, Adaptations()
+    error, facts, following, adaptations = None, None, None, None
     try:
         checks.check_axes(plan.mesh)
         build.check_ranks(backend, plan.mesh)
         facts = Facts(backend, model, plan)
         checks.refuse(list(checks.violations(facts)), plan)
         build.check_parameters(backend, model, list(facts.uses.values()))
-        for find in (find_heads, find_embeddings, find_biases, find_losses):
-            find(facts, adaptations)
-        checks.refuse(adaptations.problems, plan)
+        adaptations = find_adaptations(facts)
         following = Following(facts, adaptations) if validate else None
     except HyperParallelError as found:
         error = found
     checks.agree(backend, plan, error)
     _carry_out(facts, adaptations, following)
+
+
+def find_adaptations(facts: Facts) -> Adaptations:
+    """What modules have to be told on this rank. Changes nothing.
+
+    Raises:
+        PlanError: something that a module would have to be told can't be; lists all of it.
+    """
+    adaptations = Adaptations()
+    for find in (find_heads, find_embeddings, find_biases, find_losses):
+        find(facts, adaptations)
+    checks.refuse(adaptations.problems, facts.plan)
+    return adaptations
 
 
 def restore(backend: Backend, model: Module) -> None:

@@ -6,14 +6,27 @@ from typing import Any
 
 from hyper_parallel.core.backend import Interception, Tensor
 from hyper_parallel.core.execution.boundary import Boundary
-from hyper_parallel.core.execution.crossing import Crossing, Tokens
-from hyper_parallel.core.placement import Shard
-from hyper_parallel.core.plan.contracts import SEQUENCE, Contract
+from hyper_parallel.core.execution.crossing import Crossing
+from hyper_parallel.core.plan.contracts import Contract
 from hyper_parallel.core.rules.state import State
 from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.contracts import contract_states, differs, written
 from hyper_parallel.core.validation.messages import boundary_error, gradient_error
 from hyper_parallel.core.validation.watch import Track, Watch
+
+
+class Rows:
+    """How many samples there are in tensors of `[samples * tokens, features]`: as in the latest one of
+    `[samples, tokens, features]` with as many rows."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, int] = {}
+
+    def samples(self, shape: tuple[int, ...]) -> int:
+        """Samples in a tensor of this shape; 1 where nothing tells."""
+        if len(shape) == 3:
+            self._samples[shape[0] * shape[1]] = shape[0]
+        return shape[0] if len(shape) > 2 else self._samples.get(shape[0], 1)
 
 
 class CheckedCrossing:
@@ -28,7 +41,7 @@ class CheckedCrossing:
         watch: Watch,
         contract: Contract,
         crossing: Crossing | None,
-        tokens: Tokens,
+        rows: Rows,
         agreement: Agreement,
         module: str,
         side: str,
@@ -38,7 +51,7 @@ class CheckedCrossing:
         self._watch = watch
         self._contract = contract
         self._crossing = crossing
-        self._tokens = tokens
+        self._rows = rows
         self._agreement = agreement
         self._module = module
         self._side = f"{side} {contract.name!r}"
@@ -75,10 +88,8 @@ class CheckedCrossing:
         return f"{name}: {written(self._contract.source_gradient)}"
 
     def _states(self, side: Any, gradient: Any, tensor: Tensor) -> tuple[State, ...]:
-        dims, samples = len(tensor.shape), None
-        if dims == 2 and Shard(SEQUENCE) in side.values():
-            samples = self._tokens.samples(tensor.shape[0], cut=True)
-        return contract_states(side, gradient, self._watch.axes, dims, samples)
+        shape = tuple(tensor.shape)
+        return contract_states(side, gradient, self._watch.axes, len(shape), self._rows.samples(shape))
 
     def _check(self, tensor: Tensor, expected: tuple[State, ...]) -> None:
         track = self._watch.track_of(tensor)

@@ -11,7 +11,7 @@ from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, cut
 
 
 def contract_states(
-    placements: ByAxis, gradient: ByAxis, axes: Sequence[str], dims: int, samples: int | None
+    placements: ByAxis, gradient: ByAxis, axes: Sequence[str], dims: int, samples: int
 ) -> tuple[State, ...]:
     """One side of a contract as the states of a local tensor of `dims` dims.
 
@@ -23,13 +23,13 @@ def contract_states(
     )
 
 
-def _state(placement: Placement, gradient: Placement, dims: int, samples: int | None) -> State:
+def _state(placement: Placement, gradient: Placement, dims: int, samples: int) -> State:
     if isinstance(placement, Partial):
         return PARTIAL
     if isinstance(placement, Replicate):
         return COPIED if isinstance(gradient, Partial) else WHOLE
     if dims == 2 and placement == Shard(SEQUENCE):
-        return cut(0, samples or 1)
+        return cut(0, samples)
     if dims == 2 and placement == Shard(FEATURES):
         return cut(1)
     return State(placement)

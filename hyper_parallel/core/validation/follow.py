@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
-from hyper_parallel.core.backend import HookHandle, Tensor
+from hyper_parallel.core.backend import HookHandle, Module, Tensor
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.boundary import Boundary
 from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
@@ -13,8 +13,8 @@ from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan
 from hyper_parallel.core.rules.state import constant
 from hyper_parallel.core.validation.agreement import Agreement
-from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing
-from hyper_parallel.core.validation.contracts import check_ends
+from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing, Rows
+from hyper_parallel.core.validation.contracts import check_ends, contract_states
 from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
 from hyper_parallel.core.validation.parameters import line_of, parameter_states
 from hyper_parallel.core.validation.watch import Track, Watch
@@ -56,7 +56,9 @@ class Following:
 
     def shown(self, parameter: ParameterPlan) -> Callable[[Tensor], Tensor]:
         """What modules are shown of a parameter, for the plain tensor of its local part."""
-        if self._is_inside_opaque(parameter.name):
+        uses = self._facts.uses[parameter.name]
+        by_modules = all(self._adaptations.place(use.owner, use.attribute) is vars(use.owner) for use in uses)
+        if by_modules and self._is_in_opaque(parameter.name):
             return _unchanged
         states, line = self._states[parameter.name], line_of(parameter)
 
@@ -65,10 +67,11 @@ class Following:
 
         return follow
 
-    def instead(self, value: Any) -> Any:
-        """What modules are shown in place of a parameter that other ranks or boundaries add: zeros, which are summed
+    def instead(self, module: Module, value: Any) -> Any:
+        """What a module is shown in place of a parameter that other ranks or boundaries add: zeros, which are summed
         with what those have."""
-        if not self._facts.backend.tensors.is_tensor(value):
+        inside = any(each is module and self._is_in_opaque(name) for name, each in self._facts.modules.items())
+        if inside or not self._facts.backend.tensors.is_tensor(value):
             return value
         states = (constant(len(value.shape), zero=True),) * len(self.watch.axes)
         return self._interception.follow(value, Track(self.watch, states, "", False))
@@ -77,6 +80,7 @@ class Following:
         """The changes around every module, in the order of the model; a module that stands twice comes once."""
         facts, found = self._facts, self._adaptations
         tokens = Tokens(facts.ranks, facts.place)
+        rows = Rows()
         made: dict[int, Boundary] = {}
         for name, module in facts.modules.items():
             if id(module) not in made:
@@ -84,12 +88,27 @@ class Following:
                 planned = facts.boundaries.get(name) or BoundaryPlan(name, "", (), ())
                 changes = found.arguments.get(name, ())
                 boundary.arguments += [declared_arguments(self.watch, change) for change in changes]
-                boundary.inputs += self._inputs(planned, tokens)
+                boundary.inputs += self._inputs(planned, tokens, rows)
                 boundary.outputs += found.results.get(name, ())
-                boundary.outputs += self._crossings(planned, "output", tokens)
+                boundary.outputs += self._crossings(planned, "output", tokens, rows)
                 changes = found.handed_on.get(name, ())
                 boundary.outputs += [declared_change(self.watch, change, name) for change in changes]
         return list(made.values())
+
+    def trusted(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
+        """What the boundary at a module says of its output, which has the shape of what it takes in: for code that
+        can't be run."""
+        tensors, planned = self._facts.backend.tensors, self._facts.boundaries[name]
+        numbers = (each for each in (*args, *kwargs.values()) if tensors.is_tensor(each))
+        taken = next(each for each in numbers if "float" in tensors.dtype_name(each))
+        track = self.watch.track_of(taken)
+        made = self._interception.plain(taken) * 1
+        if planned.region == "opaque":
+            return made
+        contract = planned.outputs[0]
+        dims = len(made.shape)
+        states = contract_states(contract.before, contract.source_gradient, self.watch.axes, dims, made.shape[0])
+        return self._interception.follow(made, Track(self.watch, states, "", track is not None and track.live))
 
     def paths(self) -> list[HookHandle]:
         """Hooks that tell the watch which module is running."""
@@ -101,15 +120,15 @@ class Following:
                 hooks.append(modules.around_forward(module, path.enter, path.leave))
         return hooks
 
-    def _inputs(self, planned: BoundaryPlan, tokens: Tokens) -> list[tuple[str, Any]]:
-        crossings = self._crossings(planned, "input", tokens)
+    def _inputs(self, planned: BoundaryPlan, tokens: Tokens, rows: Rows) -> list[tuple[str, Any]]:
+        crossings = self._crossings(planned, "input", tokens, rows)
         return [(contract.name, each) for contract, each in zip(_of_numbers(planned.inputs), crossings)]
 
-    def _crossings(self, planned: BoundaryPlan, side: str, tokens: Tokens) -> list[Any]:
+    def _crossings(self, planned: BoundaryPlan, side: str, tokens: Tokens, rows: Rows) -> list[Any]:
         contracts = _of_numbers(planned.inputs if side == "input" else planned.outputs)
-        return [self._crossing(planned, contract, side, tokens) for contract in contracts]
+        return [self._crossing(planned, contract, side, tokens, rows) for contract in contracts]
 
-    def _crossing(self, planned: BoundaryPlan, contract: Contract, side: str, tokens: Tokens) -> Any:
+    def _crossing(self, planned: BoundaryPlan, contract: Contract, side: str, tokens: Tokens, rows: Rows) -> Any:
         facts, crossing = self._facts, None
         if changed_axes(contract, facts.plan.mesh):
             where = f"the {side} {contract.name!r} of {planned.module}"
@@ -117,7 +136,11 @@ class Following:
         if self._is_inside_opaque(planned.module):
             return crossing or _unchanged
         vouched = side == "output" and planned.region == "opaque"
-        return CheckedCrossing(self.watch, contract, crossing, tokens, self._agreement, planned.module, side, vouched)
+        return CheckedCrossing(self.watch, contract, crossing, rows, self._agreement, planned.module, side, vouched)
+
+    def _is_in_opaque(self, name: str) -> bool:
+        """Tell whether something is an opaque region, or stands in one."""
+        return any(is_in(name, each) for each in self._opaque)
 
     def _is_inside_opaque(self, name: str) -> bool:
         """Tell whether something stands below an opaque region."""

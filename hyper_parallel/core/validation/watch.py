@@ -86,10 +86,10 @@ class Watch:
         try:
             states = infer(call)
         except RuleError as error:
-            states = None if self.backend.autograd.grad_enabled() else self._without_gradients(call, seen)
+            states = self._second_look(op, arguments, call)
             if states is None:
                 raise operator_error(self.module, op, error, self._found(call, seen)) from None
-            live = False
+            live = live and self.backend.autograd.grad_enabled()
         origin = self._origin(seen)
         return [Track(self, each, origin, live) for each in states]
 
@@ -124,17 +124,21 @@ class Watch:
         autograd = self.backend.autograd
         return autograd.takes_part(tensor) if autograd.grad_enabled() else track.live
 
-    def _call(self, op: str, arguments: Mapping[str, Any], seen: list[tuple[Argument, Tensor]]) -> Call:
+    def _call(
+        self, op: str, arguments: Mapping[str, Any], seen: list[tuple[Argument, Tensor]], look: bool = False
+    ) -> Call:
+        """The call as the rules see it; `seen` receives every tensor. With `look` what is not followed is searched for
+        dims along which it repeats itself."""
         tensors = self.backend.tensors
 
         def describe(value: Any) -> Argument | None:
             if not tensors.is_tensor(value):
                 return None
             track = self.track_of(value)
-            if track is None:
-                part, states = self._no_part(op, value), self._constant(value)
-            else:
+            if track is not None:
                 part, states = self.takes_part(value, track), track.states
+            else:
+                part, states = self._no_part(op, value), self._repeated(value) if look else self.whole
             argument = Argument(tuple(value.shape), tensors.dtype_name(value), part, states)
             seen.append((argument, value))
             return argument
@@ -142,10 +146,23 @@ class Watch:
         declared = frozenset({"vocabulary"}) if not self.tables.isdisjoint(self.running) else frozenset()
         return call_of(op, arguments, self.axes, self.sizes, describe, declared)
 
-    def _constant(self, tensor: Tensor) -> tuple[State, ...]:
-        """How a tensor lies that is not followed: what the model's code makes is the same on every rank."""
-        repeated = self.backend.interception.repeated_dims(tensor)
-        return (State(same=repeated),) * len(self.axes) if repeated else self.whole
+    def _second_look(self, op: str, arguments: Mapping[str, Any], call: Call) -> tuple[tuple[State, ...], ...] | None:
+        """The states where more is known of what is not followed, or where no gradient will flow; None where the
+        operator is wrong all the same."""
+        calls = [self._call(op, arguments, [], look=True)]
+        if not self.backend.autograd.grad_enabled():
+            calls += [_without_gradients(each) for each in (call, *calls)]
+        for each in calls:
+            try:
+                return infer(each)
+            except RuleError:
+                continue
+        return None
+
+    def _repeated(self, tensor: Tensor) -> tuple[State, ...]:
+        """What the model's code makes is the same on every rank; along dims where it repeats itself it may be read as
+        cut."""
+        return (State(same=self.backend.interception.repeated_dims(tensor)),) * len(self.axes)
 
     def _no_part(self, op: str, tensor: Tensor) -> bool:
         """False: what is not followed takes no part in autograd, else nobody would know how its gradient lies."""
@@ -153,24 +170,6 @@ class Watch:
         if autograd.grad_enabled() and autograd.takes_part(tensor):
             raise untracked_error(self.module, op, tuple(tensor.shape), self.names.get(id(tensor)))
         return False
-
-    def _without_gradients(
-        self, call: Call, seen: Sequence[tuple[Argument, Tensor]]
-    ) -> tuple[tuple[State, ...], ...] | None:
-        """The states where nothing is recorded and no gradient will flow; None where the operator is wrong all the
-        same."""
-
-        def constant(value: Any) -> Any:
-            if isinstance(value, Argument):
-                states = tuple(without_gradient(each) for each in value.states)
-                return value._replace(takes_part=False, states=states)
-            return tuple(map(constant, value)) if type(value) is tuple else value
-
-        arguments = tuple((name, constant(value)) for name, value in call.arguments)
-        try:
-            return infer(call._replace(arguments=arguments))
-        except RuleError:
-            return None
 
     def _found(self, call: Call, seen: Sequence[tuple[Argument, Tensor]]) -> list[Found]:
         """The tensors of a call by the names of its arguments."""
@@ -181,6 +180,18 @@ class Watch:
         """The line that the result is said to come from: that of the first tensor that is followed."""
         tracks = (self.track_of(tensor) for _, tensor in seen)
         return next((track.origin for track in tracks if track is not None), "")
+
+
+def _without_gradients(call: Call) -> Call:
+    """The call of tensors of the same values that take no part in autograd."""
+
+    def constant(value: Any) -> Any:
+        if isinstance(value, Argument):
+            states = tuple(without_gradient(each) for each in value.states)
+            return value._replace(takes_part=False, states=states)
+        return tuple(map(constant, value)) if type(value) is tuple else value
+
+    return call._replace(arguments=tuple((name, constant(value)) for name, value in call.arguments))
 
 
 def _named(arguments: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Argument]]:

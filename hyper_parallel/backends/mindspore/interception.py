@@ -1,0 +1,175 @@
+"""Following MindSpore's tensors: operators that meet one are looked up before autograd and kernels see the call.
+
+A followed tensor is the local tensor itself, under another class: memory, autograd history and identity are those of
+the plain one, and with MindSpore's guard against interception it is a plain one. MindSpore tells a tensor's class of
+operators, not of indexing and of reading values, so these are methods here.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+
+from mindspore import Tensor, mint
+from mindspore._c_expression import NoFallbackGuard
+
+from hyper_parallel.backends.mindspore.autograd import grad_enabled, in_backward
+from hyper_parallel.backends.mindspore.operators import canonical
+from hyper_parallel.core.validation.watch import Track
+
+
+class FollowedTensor(Tensor):
+    """A local tensor that carries a `Track`."""
+
+    has_init = False
+    _track: Track
+
+    def __fallback__(self, operator: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return _run(operator, operator, args, kwargs or {})
+
+    def __getitem__(self, index: Any) -> Any:
+        return _run("getitem", Tensor.__getitem__, (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _run("setitem_", Tensor.__setitem__, (self, index, value), {})
+
+    def __bool__(self) -> bool:
+        return _run("read", Tensor.__bool__, (self,), {})
+
+    def __int__(self) -> int:
+        return _run("read", Tensor.__int__, (self,), {})
+
+    def __float__(self) -> float:
+        return _run("read", Tensor.__float__, (self,), {})
+
+    def __index__(self) -> int:
+        return _run("read", Tensor.__index__, (self,), {})
+
+    def item(self, *args: Any) -> Any:
+        """One element as a number of Python."""
+        return _run("read", Tensor.item, (self,), {}, *args)
+
+    def tolist(self) -> Any:
+        """All elements as numbers of Python."""
+        return _run("read", Tensor.tolist, (self,), {})
+
+    def asnumpy(self) -> Any:
+        """All elements as numpy has them."""
+        return _run("read", Tensor.asnumpy, (self,), {})
+
+    # With a plain tensor on the left Python asks here first; MindSpore itself would find no interception there.
+
+    def __radd__(self, other: Any) -> Any:
+        return mint.add(other, self) if isinstance(other, Tensor) else super().__radd__(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return mint.sub(other, self) if isinstance(other, Tensor) else super().__rsub__(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return mint.mul(other, self) if isinstance(other, Tensor) else super().__rmul__(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return mint.div(other, self) if isinstance(other, Tensor) else super().__rtruediv__(other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return mint.matmul(other, self)
+
+    def __rpow__(self, other: Any) -> Any:
+        return mint.pow(other, self) if isinstance(other, Tensor) else super().__rpow__(other)
+
+    def __repr__(self) -> str:
+        with _plain_for_now(self):
+            return f"{self._track} {Tensor.__repr__(self)}"
+
+    __str__ = __repr__
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        with _plain_for_now(self):
+            copied = copy.deepcopy(self, memo)
+        return follow(copied, self._track)
+
+
+def follow(tensor: Tensor, track: Track) -> Tensor:
+    """See `core.backend.Interception`. It is the tensor itself."""
+    tensor.__class__ = FollowedTensor
+    tensor._track = track
+    return tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """See `core.backend.Interception`."""
+    if not isinstance(tensor, FollowedTensor):
+        return tensor
+    with NoFallbackGuard():
+        return Tensor._make_subclass(Tensor, tensor)
+
+
+def track_of(tensor: Any) -> Track | None:
+    """See `core.backend.Interception`."""
+    return tensor._track if isinstance(tensor, FollowedTensor) else None
+
+
+def repeated_dims(tensor: Tensor) -> tuple[int, ...]:
+    """See `core.backend.Interception`. MindSpore expands by copying, so the elements tell."""
+    if "BFloat16" in str(tensor.dtype) or not tensor.size:
+        return ()
+    elements = tensor.asnumpy()
+    return tuple(
+        dim for dim, size in enumerate(elements.shape) if size > 1 and (elements == elements.take([0], dim)).all()
+    )
+
+
+def watch_gradient(tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """See `core.backend.Interception`."""
+    tensor.register_hook(lambda gradient: callback(plain(gradient)))
+
+
+def _run(operator: Any, function: Callable, args: tuple, kwargs: dict, *more: Any) -> Any:
+    """Look an operator up, run it on the local tensors, follow its results."""
+    found = None if not grad_enabled() and in_backward() else canonical(operator, args, kwargs)
+    if found is None:
+        with NoFallbackGuard():
+            return function(*args, *more, **kwargs)
+    op, arguments = found
+    tracks = next(_followed((args, kwargs)))._track.watch.infer(op, arguments)
+    with NoFallbackGuard():
+        result = function(*args, *more, **kwargs)
+    if op.endswith("_"):
+        follow(next(iter(arguments.values())), tracks[0])
+    for tensor, track in zip(_tensors(result), tracks):
+        follow(tensor, track)
+    return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a result, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _followed(value: Any) -> Iterator[Tensor]:
+    """The followed tensors of arguments."""
+    if isinstance(value, FollowedTensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _followed(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _followed(each)
+
+
+@contextmanager
+def _plain_for_now(*tensors: Tensor) -> Iterator[None]:
+    """Inside, followed tensors are plain ones."""
+    try:
+        for tensor in tensors:
+            tensor.__class__ = Tensor
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.__class__ = FollowedTensor

@@ -1,0 +1,56 @@
+"""`hyper-parallel validate`: hold a plan against the code of a model that is named on the command line, on shapes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import hyper_parallel
+from hyper_parallel.core.errors import ConfigError, ContractError
+from hyper_parallel.plan_command import load_code, parse_mesh
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--model", required=True, help="hf:CONFIG.json (Hugging Face), or package.module:factory")
+    parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="such as replicate=2,shard=4,tensor=2")
+    parser.add_argument("--overrides", type=Path, metavar="FILE.yaml", help="what to decide otherwise")
+    parser.add_argument(
+        "--tokens",
+        default="1,4096",
+        metavar="B,S",
+        help="sequences on each rank, and tokens of each (default: %(default)s)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry the command out. Returns 0 when the plan holds, else 1.
+
+    Raises:
+        ConfigError, PlanError: there is nothing to validate; the message has a line for each thing to put right.
+    """
+    tokens, mesh = parse_tokens(options.tokens), parse_mesh(options.mesh)
+    model = load_code(options.model)
+    if options.model.startswith("hf:"):
+        model.eval()  # as configurations have them, models drop elements at random
+    asked = {} if options.overrides is None else {"overrides": options.overrides}
+    plan = hyper_parallel.plan(model, mesh, **asked)
+    try:
+        print(hyper_parallel.validate(model, plan, tokens))
+    except ContractError as error:
+        print(f"the plan does not hold: {error}")
+        return 1
+    return 0
+
+
+def parse_tokens(text: str) -> tuple[int, int]:
+    """The two numbers of `1,4096`.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*,\s*([1-9][0-9]{0,8})\s*", text, re.ASCII)
+    if found is None:
+        raise ConfigError(f"--tokens: {text!r} is no B,S; write sequences and tokens of each, such as 1,4096")
+    return int(found[1]), int(found[2])
