@@ -15,7 +15,7 @@ MOST = 100  # combinations of one program; MindSpore needs some milliseconds for
 def findings(backend: Backend, room: str) -> list[tuple[str, str, str, str]]:
     """For each program of a room and each combination of states: the program, the states of its arguments, the verdict,
     and what the rules say."""
-    framework = Framework(backend, Tracing(), tolerance=2e-5)  # float32, sums of a few dozen terms
+    framework = Framework(backend, Tracing())
     found = []
     for name, program in PROGRAMS[room].items():
         every = combinations(program.arrays, 2)

@@ -33,7 +33,9 @@ def positive(*shape: int) -> np.ndarray:
 
 
 def whole(high: int, *shape: int) -> np.ndarray:
-    return GENERATOR.integers(0, high, shape).astype(np.int32)
+    """Whole numbers below `high`, of which as few as can be are equal: parts must not be mistaken for each other."""
+    numbers = np.arange(max(high, np.prod(shape))) % high
+    return GENERATOR.permutation(numbers)[: np.prod(shape)].reshape(shape).astype(np.int32)
 
 
 def truths(*shape: int) -> np.ndarray:

@@ -31,7 +31,9 @@ def positive(*shape: int) -> np.ndarray:
 
 
 def whole(high: int, *shape: int) -> np.ndarray:
-    return GENERATOR.integers(0, high, shape)
+    """Whole numbers below `high`, of which as few as can be are equal: parts must not be mistaken for each other."""
+    numbers = np.arange(max(high, np.prod(shape))) % high
+    return GENERATOR.permutation(numbers)[: np.prod(shape)].reshape(shape)
 
 
 def truths(*shape: int) -> np.ndarray:
@@ -90,14 +92,14 @@ POINTWISE = {
     "lerp": of(lambda x, y: torch.lerp(x, y, 0.25), real(4, 4), real(4, 4)),
     "lerp by a tensor": of(torch.lerp, real(4, 4), real(4, 4), positive(4, 4)),
     "addcmul": of(lambda x, y, z: torch.addcmul(x, y, z, value=0.5), real(4, 4), real(4, 4), real(4, 4)),
-    "comparison": of(lambda x, y: x > y, real(4, 4), real(4)),
+    "comparison": of(lambda x, y: x > y, real(4, 8), real(4, 8)),
     "comparison with a number": of(lambda x: x >= 0.1, real(4, 4)),
     "isfinite": of(torch.isfinite, real(4, 4)),
     "logical": of(lambda x, y: ~x & y | x, truths(4, 4), truths(4, 4)),
     "where": of(torch.where, truths(4, 8), real(4, 8), real(4, 1)),
     "where or zero": of(lambda c, x: torch.where(c, x, 0.0), truths(4, 8), real(4, 8)),
     "where or a number": of(lambda c, x: torch.where(c, x, 2.0), truths(4, 8), real(4, 8)),
-    "x where": of(lambda c, x, y: x.where(c, y), truths(4), real(4, 4), real(4, 4)),
+    "x where": of(lambda c, x, y: x.where(c, y), np.array([True, True, False, False]), real(4, 4), real(4, 4)),
     "masked_fill with zero": of(lambda x, m: x.masked_fill(m, 0), real(4, 8), truths(4, 8)),
     "masked_fill": of(lambda x, m: x.masked_fill(m, -9.0), real(4, 8), truths(4, 8)),
     "cast": of(lambda x: x.to(torch.float64), real(4, 4)),
@@ -163,6 +165,12 @@ CONTRACTION = {
     "einsum with dots": of(lambda x, w: torch.einsum("...d,de->...e", x, w), real(2, 4, 4), real(4, 8)),
     "einsum without a result": of(lambda x, y: torch.einsum("ij,jk", x, y), real(4, 8), real(8, 4)),
     "einsum of a diagonal": of(lambda x: torch.einsum("ii->i", x), real(4, 4)),
+    "grouped_mm": of(
+        lambda x, w, ends: torch._grouped_mm(x, w, offs=ends),
+        real(6, 16).astype(np.float32),
+        real(2, 16, 16).astype(np.float32),
+        np.array([2, 6], np.int32),
+    ),
     "solve_triangular": of(
         lambda a, b: torch.linalg.solve_triangular(a, b, upper=False), real(2, 4, 4) + 4 * np.eye(4), real(2, 4, 4)
     ),
@@ -379,12 +387,16 @@ GATHERING = {
     "embedding": of(lambda i, w: F.embedding(i, w), whole(8, 4, 4), real(8, 4)),
     "index_select": of(lambda x, i: x.index_select(1, i), real(4, 4, 2), whole(4, 4)),
     "gather": of(lambda x, i: x.gather(1, i), real(4, 4), whole(4, 4, 2)),
-    "gather in front": of(lambda x, i: torch.gather(x, dim=0, index=i), real(4, 4), whole(4, 2, 4)),
+    "gather in front": of(
+        lambda x, i: torch.gather(x, dim=0, index=i), real(4, 4), np.array([[0, 1, 2, 3], [3, 0, 1, 2]])
+    ),
     "take_along_dim": of(lambda x, i: torch.take_along_dim(x, i, dim=-1), real(4, 4), whole(4, 4, 4)),
     "scatter": of(lambda x, i, y: x.scatter(1, i, y), real(4, 4), np.array([[0], [2], [1], [3]]), real(4, 1)),
     "scatter a number": of(lambda x, i: x.scatter(-1, i, -9.0), real(4, 4), whole(4, 4, 1)),
     "scatter zero": of(lambda x, i: torch.scatter(x, -1, i, 0.0), real(4, 4), np.array([[0], [2], [1], [3]])),
-    "scatter_ into zeros": of(lambda x, i: torch.zeros_like(x).scatter_(1, i, 1.0), real(4, 4), whole(4, 4, 2)),
+    "scatter_ into zeros": of(
+        lambda x, i: torch.zeros_like(x).scatter_(1, i, 1.0), real(4, 4), np.array([[0, 1], [2, 2], [1, 0], [3, 3]])
+    ),
     "scatter_add": of(lambda x, i, y: x.scatter_add(0, i, y), real(4, 4), whole(4, 4, 4), real(4, 4)),
     "index_add": of(lambda x, i, y: x.index_add(0, i, y), real(4, 4), whole(4, 6), real(6, 4)),
     "index_add_ into zeros": of(

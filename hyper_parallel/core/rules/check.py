@@ -33,6 +33,9 @@ from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, cut
 from hyper_parallel.core.rules.table import RuleError, flows, infer
 
 AXIS = "tensor"
+TOLERANCES = {"float64": 1e-9, "float32": 2e-5}
+"""Of the largest element: sums of a few dozen terms, in another order, and what follows from them."""
+
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 """What frameworks raise for shapes that don't fit."""
 
@@ -61,11 +64,10 @@ class Tracing(Protocol):
 
 @dataclass(frozen=True)
 class Framework:
-    """What runs programs: a backend, how its calls are seen, and the largest relative error of its arithmetic."""
+    """What runs programs: a backend, and how its calls are seen."""
 
     backend: Backend
     tracing: Tracing
-    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class _Whole:
         return next((each for each in product(*choices) if self._gradients_fit(parts, states, each)), None)
 
     def _fits(self, values: list[np.ndarray], place: int, state: State) -> bool:
-        return _makes(values, self.outputs[place], state, self.program.framework.tolerance)
+        return _makes(values, self.outputs[place], state)
 
     def _gradients_fit(self, parts: list, states: tuple[State, ...], results: tuple[State, ...]) -> bool:
         found = []
@@ -177,9 +179,8 @@ class _Whole:
                 for weight, state in zip(self.weights, results)
             ]
             found.append(self.program.gradients(part, weights))
-        tolerance = self.program.framework.tolerance
         return all(
-            whole is None or _makes([each[place] for each in found], whole, _of_gradient(state), tolerance)
+            whole is None or _makes([each[place] for each in found], whole, _of_gradient(state))
             for place, (whole, state) in enumerate(zip(self.gradients, states))
         )
 
@@ -203,7 +204,7 @@ def _part(array: np.ndarray, state: State, rank: int, ranks: int) -> np.ndarray:
     return parts[rank] if rank < ranks - 1 else array - parts.sum(0)
 
 
-def _makes(values: list[np.ndarray], whole: np.ndarray, state: State, tolerance: float) -> bool:
+def _makes(values: list[np.ndarray], whole: np.ndarray, state: State) -> bool:
     """Tell whether the ranks' values, put together, are the whole."""
     if state.is_partial:
         made = [sum(values)] if all(each.shape == whole.shape for each in values) else []
@@ -213,20 +214,18 @@ def _makes(values: list[np.ndarray], whole: np.ndarray, state: State, tolerance:
         layout = _layout(whole.shape, state, len(values))
         fits = all(value.shape == layout.local_shape(rank) for rank, value in enumerate(values))
         made = [layout.assemble(values)] if fits else []
-    return bool(made) and all(_close(each, whole, tolerance) for each in made)
+    return bool(made) and all(_close(each, whole) for each in made)
 
 
-def _close(found: np.ndarray, whole: np.ndarray, tolerance: float) -> bool:
+def _close(found: np.ndarray, whole: np.ndarray) -> bool:
     """Relative to the largest element: what is cut wrongly or counted twice differs by as much as it is."""
     if found.shape != whole.shape:
         return False
     if whole.dtype.kind != "f":
         return bool((found == whole).all())
     finite = np.isfinite(whole)
-    scale = max(np.abs(whole[finite]).max(initial=0.0), 1.0)
-    return bool(
-        (finite == np.isfinite(found)).all() and np.abs(found - whole)[finite].max(initial=0.0) <= tolerance * scale
-    )
+    largest = TOLERANCES[whole.dtype.name] * max(np.abs(whole[finite]).max(initial=0.0), 1.0)
+    return bool((finite == np.isfinite(found)).all() and np.abs(found - whole)[finite].max(initial=0.0) <= largest)
 
 
 @dataclass(frozen=True)
