@@ -37,6 +37,8 @@ _WHERE = {
     "initialize": "api",
     "parallelize": "api",
     "validate": "api",
+    "check_gradients": "api",
+    "GradientReport": "core.equivalence.report",
     "fully_shard": "api",
     "restore": "api",
     "layout_of": "api",

@@ -9,6 +9,8 @@ import numpy as np
 
 from hyper_parallel import backends
 from hyper_parallel.core.backend import Backend, Launch, Module, Parameter, Tensor
+from hyper_parallel.core.equivalence import harness
+from hyper_parallel.core.equivalence.report import GradientReport
 from hyper_parallel.core.errors import ConfigError, PlanError
 from hyper_parallel.core.execution import loss
 from hyper_parallel.core.execution.apply import Execution, apply_plan, execution_of
@@ -138,6 +140,49 @@ def validate(model: Module | Callable[[], Module], plan: ShardingPlan, tokens: t
         with backend.modules.without_values():
             model = model()
     return simulate(backend, model, plan, tokens)
+
+
+def check_gradients(
+    model_fn: Callable[[], Module],
+    plan: ShardingPlan,
+    batch: Mapping[str, Any],
+    *,
+    loss_fn: Callable[[Module, Mapping[str, Any]], Tensor] | None = None,
+    tolerance: float | None = None,
+) -> GradientReport:
+    """Hold a plan against the model: one step in production, one in validation, one on a single device.
+
+    The numbers of the single device, on the whole batch and as they are, are the measure. Production's gradients are
+    those that an optimizer would get. Validation's are taken before production reduces anything, and put together here
+    as validation has followed each parameter. docs/equivalence.md tells more.
+
+    Where the ranks of the plan's mesh have joined, every rank calls it and gets the same report. A process alone runs
+    all ranks itself, in PyTorch.
+
+    Args:
+        model_fn: makes the model, whole; called several times. All models get the first one's values. It must compute
+            the same at each call: no dropout.
+        plan: what `hyper_parallel.plan` has made of it.
+        batch: the global batch: arrays or tensors of `[samples, ...]` by the names of the model's arguments. Samples
+            have to divide evenly among the ranks that have samples of their own.
+        loss_fn: from a model and the rank's part of the batch, as tensors, to a scalar, a mean over samples; take
+            `hyper_parallel.cross_entropy` in it. By default the cross entropy of each next token, over
+            `batch["labels"]` (shifted here, -100 counts nothing; not passed to the model), or the tokens themselves.
+        tolerance: how far numbers may be off, relative to the largest of their tensor; by default 1e-10 in float64,
+            1e-5 where the model computes in float32.
+
+    Returns:
+        A report: `ok`, `table()`, every parameter's errors in both modes, the first boundary that differs.
+
+    Raises:
+        ConfigError: a batch that can't be dealt out, or a mesh whose ranks can neither run here nor have joined. What
+            is wrong with the plan is in the report.
+    """
+    if not isinstance(plan, ShardingPlan):
+        raise ConfigError(f"check_gradients: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")
+    if tolerance is not None and not tolerance > 0:
+        raise ConfigError(f"check_gradients: tolerance is {tolerance!r}; write a number above 0, such as 1e-5")
+    return harness.check_gradients(backends.of_model(model_fn()), model_fn, plan, batch, loss_fn, tolerance)
 
 
 def fully_shard(

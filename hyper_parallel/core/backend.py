@@ -318,6 +318,9 @@ class Autograd(Protocol):
     def in_backward(self) -> bool:
         """Tell whether the engine is running a backward pass on this thread now (so a forward is a recompute)."""
 
+    def runs_in_threads(self) -> bool:
+        """Tell whether several threads may each run a forward and a backward at a time."""
+
     def value_and_grad(
         self, function: Callable[..., Tensor], parameters: Sequence[Parameter]
     ) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:
@@ -382,6 +385,9 @@ class Modules(Protocol):
         """Overwrite whole (not yet sharded) parameters from numpy, by name.
 
         Raises `ConfigError` that lists missing and unknown names and wrong shapes; then nothing is changed."""
+
+    def convert(self, module: Module, dtype: str) -> None:
+        """Make every floating parameter and buffer of a whole (not yet sharded) model one of `dtype`, in place."""
 
     def place_buffers(self, module: Module) -> None:
         """Move what a module keeps beside its parameters to this process's device, where operators don't do so."""
@@ -487,7 +493,10 @@ class Interception(Protocol):
         """What a followed tensor carries; None for anything else."""
 
     def repeated_dims(self, tensor: Tensor) -> tuple[int, ...]:
-        """Dims along which all elements of a tensor are known to be equal, as behind an expansion."""
+        """Dims of several elements along which all elements of a tensor are known to be equal."""
+
+    def is_zero(self, tensor: Tensor) -> bool:
+        """Tell whether all elements of a tensor are known to be zero."""
 
     def watch_gradient(self, tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
         """Call back in backward with the gradient of a tensor that takes part, when it is complete."""

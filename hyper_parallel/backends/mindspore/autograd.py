@@ -147,6 +147,11 @@ def in_backward() -> bool:
     return _engine.get_current_autodiff_engine_id() != -1
 
 
+def runs_in_threads() -> bool:
+    """See `core.backend.Autograd`."""
+    return False
+
+
 def value_and_grad(
     function: Callable[..., Tensor], parameters: Sequence[Parameter]
 ) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:

@@ -119,6 +119,21 @@ def load_parameters(module: Module, values: Mapping[str, np.ndarray]) -> None:
             use.parameter.set_data(ms.Tensor(np.array(values[use.name])).astype(use.parameter.dtype))
 
 
+def convert(module: Module, dtype: str) -> None:
+    """See `core.backend.Modules`. A parameter is made anew with its dtype: the engine fixes that of its gradient."""
+    kind = getattr(ms, dtype)
+    shared: dict[int, list[ParameterUse]] = {}
+    for use in parameter_uses(module):
+        shared.setdefault(id(use.parameter), []).append(use)
+    for uses in shared.values():
+        if uses[0].parameter.is_floating_point():
+            replace_parameter(uses, ms.Tensor(uses[0].parameter.asnumpy()).astype(kind))
+    for _, owner in named_modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                owner._buffers[name] = buffer.astype(kind)
+
+
 def place_buffers(module: Module) -> None:
     """See `core.backend.Modules`. MindSpore moves a tensor when an operator needs it elsewhere."""
 

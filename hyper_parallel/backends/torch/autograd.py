@@ -165,6 +165,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def runs_in_threads() -> bool:
+    """See `core.backend.Autograd`."""
+    return True
+
+
 def value_and_grad(
     function: Callable[..., Tensor], parameters: Sequence[Parameter]
 ) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:

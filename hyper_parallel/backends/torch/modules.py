@@ -64,6 +64,11 @@ def load_parameters(module: Module, values: Mapping[str, np.ndarray]) -> None:
                 use.parameter.copy_(torch.from_numpy(np.array(values[use.name])))
 
 
+def convert(module: Module, dtype: str) -> None:
+    """See `core.backend.Modules`."""
+    module.to(getattr(torch, dtype))
+
+
 def place_buffers(module: Module) -> None:
     """See `core.backend.Modules`."""
     for owner in module.modules():

@@ -56,6 +56,8 @@ class Watch:
     names: Mapping[int, str] = field(default_factory=dict)
     operators: int = 0
     """How many calls of operators have been followed."""
+    dtypes: set[str] = field(default_factory=set)
+    """Those of the numbers that have taken part in autograd."""
     boundaries: set[str] = field(default_factory=set)
     """The boundaries that have been checked."""
 
@@ -139,7 +141,10 @@ class Watch:
                 part, states = self.takes_part(value, track), track.states
             else:
                 part, states = self._no_part(op, value), self._repeated(value) if look else self.whole
-            argument = Argument(tuple(value.shape), tensors.dtype_name(value), part, states)
+            dtype = tensors.dtype_name(value)
+            if part and "float" in dtype:
+                self.dtypes.add(dtype)
+            argument = Argument(tuple(value.shape), dtype, part, states)
             seen.append((argument, value))
             return argument
 
