@@ -18,11 +18,12 @@ def findings(backend: Backend, room: str) -> list[tuple[str, str, str, str]]:
     framework = Framework(backend, Tracing())
     found = []
     for name, program in PROGRAMS[room].items():
-        every = combinations(program.arrays, 2)
+        draws = [program.draw(seed) for seed in range(3)]
+        every = combinations(draws[0], 2)
         chosen = [each for each in every if program.packed or all(state.blocks == 1 for state in each)]
         chosen = chosen if len(chosen) <= MOST else [chosen[0], *Random(0).sample(chosen, MOST)]
         try:
-            for each in check(framework, program.run, program.arrays, 2, chosen, program.constants):
+            for each in check(framework, program.run, draws, 2, chosen, program.constants):
                 told = ", ".join(map(str, each.states))
                 found.append((name, told, each.verdict, str(each.refusal or [*map(str, each.results or ())])))
         except Exception as error:

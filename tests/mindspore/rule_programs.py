@@ -11,38 +11,44 @@ from mindspore import Tensor, mint, nn, ops
 F = mint.nn.functional
 
 
+Draw = Callable[[np.random.Generator], np.ndarray]
+
+
 class Program(NamedTuple):
-    """A program and the arrays it is run on; those at the places `constants` ask for no gradient. Where `packed` is not
-    so, no dim is taken for several blocks that are each cut: the program says that it is one."""
+    """A program and the arrays it is run on, or how they are drawn; those at the places `constants` ask for no
+    gradient. Where `packed` is not so, no dim is taken for several blocks that are each cut: the program says that it
+    is one."""
 
     run: Callable
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray | Draw, ...]
     constants: tuple[int, ...] = ()
     packed: bool = True
 
-
-GENERATOR = np.random.default_rng(5)
-
-
-def real(*shape: int) -> np.ndarray:
-    return GENERATOR.standard_normal(shape).astype(np.float32)
+    def draw(self, seed: int) -> tuple[np.ndarray, ...]:
+        """The arrays, those that are drawn anew for each seed."""
+        generator = np.random.default_rng(seed)
+        return tuple(each(generator) if callable(each) else each for each in self.arrays)
 
 
-def positive(*shape: int) -> np.ndarray:
-    return np.abs(real(*shape)) + np.float32(0.5)
+def real(*shape: int) -> Draw:
+    return lambda generator: generator.standard_normal(shape).astype(np.float32)
 
 
-def whole(high: int, *shape: int) -> np.ndarray:
+def positive(*shape: int, scale: float = 1.0) -> Draw:
+    return lambda generator: ((np.abs(generator.standard_normal(shape)) + 0.5) * scale).astype(np.float32)
+
+
+def whole(high: int, *shape: int) -> Draw:
     """Whole numbers below `high`, of which as few as can be are equal: parts must not be mistaken for each other."""
-    numbers = np.arange(max(high, np.prod(shape))) % high
-    return GENERATOR.permutation(numbers)[: np.prod(shape)].reshape(shape).astype(np.int32)
+    numbers = np.arange(max(high, np.prod(shape))).astype(np.int32) % high
+    return lambda generator: generator.permutation(numbers)[: np.prod(shape)].reshape(shape)
 
 
-def truths(*shape: int) -> np.ndarray:
-    return real(*shape) > 0
+def truths(*shape: int) -> Draw:
+    return lambda generator: generator.standard_normal(shape) > 0
 
 
-def of(run: Callable, *arrays: np.ndarray, constants: tuple[int, ...] = (), packed: bool = True) -> Program:
+def of(run: Callable, *arrays: np.ndarray | Draw, constants: tuple[int, ...] = (), packed: bool = True) -> Program:
     return Program(run, arrays, constants, packed)
 
 
@@ -99,7 +105,7 @@ CONTRACTION = {
     "baddbmm": of(ops.baddbmm, real(4, 2, 2), real(4, 2, 4), real(4, 4, 2)),
     "a linear as the framework has it": of(
         _dense,
-        real(2, 4, 4),
+        real(4, 4, 4),
         real(8, 4),
         real(8),
     ),
@@ -115,6 +121,7 @@ REDUCTION = {
     "max of a dim": of(lambda x: mint.max(x, -1), real(4, 8)),
     "argmax": of(lambda x: ops.argmax(x, -1), real(4, 8)),
     "logsumexp": of(lambda x: ops.logsumexp(x, -1), real(4, 8)),
+    "var": of(lambda x: ops.var(x, -1), real(4, 8)),
     "cumsum": of(lambda x: ops.cumsum(x, -1), real(4, 8)),
     "norm": of(lambda x: x.norm(), real(4, 4)),
     "all": of(lambda x: mint.all(x), np.arange(16).reshape(4, 4) < 15),
@@ -174,7 +181,7 @@ SLICING = {
 GATHERING = {
     "rows": of(lambda w, i: ops.gather(w, i, 0), real(8, 4), whole(8, 4, 4)),
     "rows of the framework": of(lambda w, i: w.index_select(0, i), real(8, 4), whole(8, 4)),
-    "gather": of(lambda x, i: mint.gather(x, 1, i), real(4, 4), whole(4, 4, 2).astype(np.int64)),
+    "gather": of(lambda x, i: mint.gather(x, 1, i), real(4, 4), np.array([[0, 1], [3, 2], [2, 0], [1, 3]])),
     "scatter_add": of(
         lambda x, i, y: ops.tensor_scatter_elements(x, i, y, 0, "add"), real(4, 4), whole(4, 4, 4), real(4, 4)
     ),

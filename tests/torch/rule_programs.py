@@ -8,39 +8,44 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+Draw = Callable[[np.random.Generator], np.ndarray]
+
 
 class Program(NamedTuple):
-    """A program and the arrays it is run on; those at the places `constants` ask for no gradient. Where
-    `packed` is not so, no dim is taken for several blocks that are each cut: the program says that it is one."""
+    """A program and the arrays it is run on, or how they are drawn; those at the places `constants` ask for no
+    gradient. Where `packed` is not so, no dim is taken for several blocks that are each cut: the program says that it
+    is one."""
 
     run: Callable
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray | Draw, ...]
     constants: tuple[int, ...] = ()
     packed: bool = True
 
-
-GENERATOR = np.random.default_rng(5)
-
-
-def real(*shape: int) -> np.ndarray:
-    return GENERATOR.standard_normal(shape)
+    def draw(self, seed: int) -> tuple[np.ndarray, ...]:
+        """The arrays, those that are drawn anew for each seed."""
+        generator = np.random.default_rng(seed)
+        return tuple(each(generator) if callable(each) else each for each in self.arrays)
 
 
-def positive(*shape: int) -> np.ndarray:
-    return np.abs(real(*shape)) + 0.5
+def real(*shape: int) -> Draw:
+    return lambda generator: generator.standard_normal(shape)
 
 
-def whole(high: int, *shape: int) -> np.ndarray:
+def positive(*shape: int, scale: float = 1.0) -> Draw:
+    return lambda generator: (np.abs(generator.standard_normal(shape)) + 0.5) * scale
+
+
+def whole(high: int, *shape: int) -> Draw:
     """Whole numbers below `high`, of which as few as can be are equal: parts must not be mistaken for each other."""
     numbers = np.arange(max(high, np.prod(shape))) % high
-    return GENERATOR.permutation(numbers)[: np.prod(shape)].reshape(shape)
+    return lambda generator: generator.permutation(numbers)[: np.prod(shape)].reshape(shape)
 
 
-def truths(*shape: int) -> np.ndarray:
-    return real(*shape) > 0
+def truths(*shape: int) -> Draw:
+    return lambda generator: generator.standard_normal(shape) > 0
 
 
-def of(run: Callable, *arrays: np.ndarray, constants: tuple[int, ...] = (), packed: bool = True) -> Program:
+def of(run: Callable, *arrays: np.ndarray | Draw, constants: tuple[int, ...] = (), packed: bool = True) -> Program:
     return Program(run, arrays, constants, packed)
 
 
@@ -54,7 +59,7 @@ ACTIVATIONS = (
 )
 
 POINTWISE = {
-    **{name: of(getattr(torch, name), positive(4, 4) / 8) for name in UNARY.split()},
+    **{name: of(getattr(torch, name), positive(4, 4, scale=0.125)) for name in UNARY.split()},
     **{
         name: of(getattr(F, name), real(4, 4))
         for name in ACTIVATIONS.split()
@@ -83,6 +88,11 @@ POINTWISE = {
     "x ** 2": of(lambda x: x**2, real(4, 4)),
     "2 ** x": of(lambda x: 2**x, real(4, 4)),
     "x % y": of(lambda x, y: x % y, positive(4, 4), positive(4, 4)),
+    "fmod": of(torch.fmod, positive(4, 4), positive(4, 4)),
+    "threshold": of(lambda x: F.threshold(x, 0.1, -1.0), real(4, 4)),
+    "addcdiv": of(torch.addcdiv, real(4, 4), real(4, 4), positive(4, 4)),
+    "complex": of(lambda x, y: torch.complex(x, y).conj().imag + 2 * torch.complex(x, y).real, real(4, 4), real(4, 4)),
+    "minimum": of(torch.minimum, real(4, 4), real(4, 4)),
     "maximum": of(torch.maximum, real(4, 4), real(4, 1)),
     "max of two": of(torch.max, real(4, 4), real(4)),
     "atan2": of(torch.atan2, real(4, 4), positive(4, 4)),
@@ -93,6 +103,12 @@ POINTWISE = {
     "lerp by a tensor": of(torch.lerp, real(4, 4), real(4, 4), positive(4, 4)),
     "addcmul": of(lambda x, y, z: torch.addcmul(x, y, z, value=0.5), real(4, 4), real(4, 4), real(4, 4)),
     "comparison": of(lambda x, y: x > y, real(4, 8), real(4, 8)),
+    **{name: of(getattr(torch, name), real(4, 8), real(4, 8)) for name in "le lt".split()},
+    **{name: of(getattr(torch, name), whole(3, 4, 8), whole(3, 4, 8)) for name in "eq ne isclose".split()},
+    **{name: of(getattr(torch, name), real(4, 8)) for name in "isinf isnan".split()},
+    **{name: of(getattr(torch, f"logical_{name}"), truths(8, 8), truths(8, 8)) for name in "and or xor".split()},
+    "not": of(torch.logical_not, truths(4, 4)),
+    "xor of bits": of(lambda x, y: x ^ y, whole(64, 4, 8), whole(64, 4, 8)),
     "comparison with a number": of(lambda x: x >= 0.1, real(4, 4)),
     "isfinite": of(torch.isfinite, real(4, 4)),
     "logical": of(lambda x, y: ~x & y | x, truths(4, 4), truths(4, 4)),
@@ -167,12 +183,14 @@ CONTRACTION = {
     "einsum of a diagonal": of(lambda x: torch.einsum("ii->i", x), real(4, 4)),
     "grouped_mm": of(
         lambda x, w, ends: torch._grouped_mm(x, w, offs=ends),
-        real(6, 16).astype(np.float32),
-        real(2, 16, 16).astype(np.float32),
+        lambda generator: generator.standard_normal((6, 16)).astype(np.float32),
+        lambda generator: generator.standard_normal((2, 16, 16)).astype(np.float32),
         np.array([2, 6], np.int32),
     ),
     "solve_triangular": of(
-        lambda a, b: torch.linalg.solve_triangular(a, b, upper=False), real(2, 4, 4) + 4 * np.eye(4), real(2, 4, 4)
+        lambda a, b: torch.linalg.solve_triangular(a, b, upper=False),
+        lambda generator: generator.standard_normal((2, 4, 4)) + 4 * np.eye(4),
+        real(2, 4, 4),
     ),
     "conv1d": of(lambda x, w, b: F.conv1d(x, w, b, padding=1), real(2, 4, 8), real(4, 4, 3), real(4)),
     "conv1d by channel": of(
@@ -187,6 +205,10 @@ REDUCTION = {
     "mean": of(lambda x: x.mean(), real(4, 4)),
     "mean of a dim": of(lambda x: x.mean(-1, keepdim=True), real(2, 4, 8)),
     "amax": of(lambda x: x.amax(1), real(4, 4, 4)),
+    "amin": of(lambda x: x.amin(0, keepdim=True), real(4, 8)),
+    "argmin": of(lambda x: x.argmin(0), real(4, 8)),
+    "cummin": of(lambda x: tuple(x.cummin(0)), real(4, 8)),
+    "logcumsumexp": of(lambda x: x.logcumsumexp(-1), real(4, 8)),
     "logsumexp": of(lambda x: torch.logsumexp(x, dim=-1), real(4, 8)),
     "prod": of(lambda x: x.prod(0), real(4, 4)),
     "std": of(lambda x: x.std(-1), real(4, 8)),
@@ -214,6 +236,7 @@ REDUCTION = {
 NORMALISATION = {
     "softmax": of(lambda x: x.softmax(-1), real(4, 4, 4)),
     "softmax of a dim": of(lambda x: F.softmax(x, dim=1, dtype=torch.float64), real(4, 4, 4)),
+    "softmin": of(lambda x: F.softmin(x, 0), real(4, 4)),
     "log_softmax": of(lambda x: torch.log_softmax(x, -1), real(4, 4)),
     "layer_norm": of(lambda x, w, b: F.layer_norm(x, (4,), w, b), real(2, 4, 4), real(4), real(4)),
     "layer_norm without weights": of(lambda x: F.layer_norm(x, x.shape[-2:]), real(4, 4, 4)),
@@ -250,6 +273,7 @@ SHAPE = {
     "a dim put in": of(lambda x: x.view(x.shape[0], 1, *x.shape[1:]), real(2, 4, 4)),
     "a dim taken away": of(lambda x: x.reshape(x.shape[0], *x.shape[2:]), real(2, 1, 4, 4)),
     "sizes regrouped": of(lambda x: x.reshape(x.shape[0] // 2, 2 * x.shape[1]), real(8, 4)),
+    "reshape_as": of(lambda x, y: x.reshape_as(y), real(4, 4), real(4, 4)),
     "view_as": of(lambda x, y: x.view_as(y), real(4, 4), real(4, 4)),
     "flatten": of(lambda x: x.flatten(1, 2), real(2, 4, 2, 4)),
     "flatten heads": of(lambda x: x.flatten(-2), real(2, 4, 4)),
@@ -411,12 +435,23 @@ GATHERING = {
     "sort": of(lambda x: tuple(torch.sort(x, dim=-1)), real(4, 4)),
     "argsort": of(lambda x: x.argsort(), real(4, 4)),
     "kthvalue": of(lambda x: tuple(x.kthvalue(2)), real(4, 4)),
+    "unique": of(torch.unique, whole(4, 8)),
     "nonzero": of(lambda x: x.nonzero(), truths(4, 4)),
     "nonzero of each dim": of(lambda x: torch.nonzero(x, as_tuple=True), truths(4, 4)),
     "where alone": of(lambda x: torch.where(x), truths(4, 4)),
     "masked_select": of(lambda x, m: x.masked_select(m), real(4, 4), np.arange(16).reshape(4, 4) > 4),
-    "searchsorted": of(lambda t, x: torch.searchsorted(t, x), np.sort(real(4)), real(4, 2), constants=(0, 1)),
-    "bucketize": of(lambda x, t: torch.bucketize(x, t), real(4, 2), np.sort(real(4)), constants=(0, 1)),
+    "searchsorted": of(
+        lambda t, x: torch.searchsorted(t, x),
+        lambda generator: np.sort(generator.standard_normal(4)),
+        real(4, 2),
+        constants=(0, 1),
+    ),
+    "bucketize": of(
+        lambda x, t: torch.bucketize(x, t),
+        real(4, 2),
+        lambda generator: np.sort(generator.standard_normal(4)),
+        constants=(0, 1),
+    ),
 }
 
 ATTENTION = {
@@ -470,6 +505,7 @@ RANDOM_AND_FACTORY = {
     "zero_": of(lambda x: x.clone().zero_(), real(4, 4)),
     "fill_": of(lambda x: x.clone().fill_(2.0), real(4, 4)),
     "copy_": of(lambda x, y: x.clone().copy_(y), real(4, 4), real(4)),
+    "copy_ into empty": of(lambda x: torch.empty_like(x).copy_(x), real(4, 4)),
     "copy_ into new": of(lambda x: x.new_empty(x.shape).copy_(x), real(4, 4)),
 }
 

@@ -30,7 +30,7 @@ _ALIKE = (
     "eq ge gt le lt ne isclose logical_and logical_or logical_xor bitwise_not isfinite isinf isnan logical_not "
     "neg real imag conj type_as detach add sub mul masked_fill outer einsum "
     "sum mean amax amin logsumexp prod count_nonzero argmax argmin all any median cumsum cumprod cummax cummin "
-    "softmax log_softmax softmin gumbel_softmax layer_norm rms_norm glu "
+    "logcumsumexp softmax log_softmax softmin gumbel_softmax layer_norm rms_norm glu "
     "view_as reshape_as flatten permute transpose movedim unsqueeze squeeze expand_as "
     "view_as_complex view_as_real diagonal tensor_split unbind select narrow stack roll flip tril triu pad "
     "index_select gather scatter_add bincount kthvalue argsort masked_select "
@@ -206,10 +206,14 @@ def _nonzero(args: tuple, kwargs: Mapping) -> tuple[str, dict]:
     return ("nonzero_tuple" if kwargs.get("as_tuple") else "nonzero"), {"input": args[0] if args else kwargs["input"]}
 
 
-def _deviation(args: tuple, kwargs: Mapping) -> tuple[str, dict]:
+def _deviation(op: str) -> Callable[[tuple, Mapping], tuple[str, dict]]:
     """`std` and `var`: a truth value in the place of the dim says how to divide."""
-    given = bind("input dim correction keepdim", args, kwargs)
-    return "std", given | ({"dim": None} if isinstance(given.get("dim"), bool) else {})
+
+    def normalise(args: tuple, kwargs: Mapping) -> tuple[str, dict]:
+        given = bind("input dim correction keepdim", args, kwargs)
+        return op, given | ({"dim": None} if isinstance(given.get("dim"), bool) else {})
+
+    return normalise
 
 
 def _functions(names: str, pattern: str, homes: tuple = (torch.Tensor,)) -> Iterator[Callable]:
@@ -246,7 +250,8 @@ _OVERLOADED: Mapping[Callable, Callable[[tuple, Mapping], tuple[str, dict]]] = {
     torch.Tensor.where: _where_method,
     torch.nonzero: _nonzero,
     torch.Tensor.nonzero: _nonzero,
-    **dict.fromkeys(_functions("std var", "{}", _HOMES), _deviation),
+    **dict.fromkeys(_functions("std", "{}", _HOMES), _deviation("std")),
+    **dict.fromkeys(_functions("var", "{}", _HOMES), _deviation("var")),
 }
 """Functions that do one thing or another, by what they are given."""
 

@@ -103,27 +103,33 @@ def possible_states(array: np.ndarray, ranks: int) -> list[State]:
 def check(
     framework: Framework,
     program: Program,
-    arrays: Sequence[np.ndarray],
+    draws: Sequence[Sequence[np.ndarray]],
     ranks: int,
     states: Iterable[tuple[State, ...]] | None = None,
     constants: Container[int] = (),
 ) -> Iterator[Finding]:
     """Hold the rules against numbers for each combination of states, by default for all of them.
 
-    Floating-point arrays ask for a gradient, except those at the places `constants`.
+    Floating-point arrays ask for a gradient, except those at the places `constants`. `draws` are several choices of the
+    arrays: of two numbers that are equal by chance one may stand for the other, so a refusal is too strict only where
+    it is so for all of them.
     """
-    asks = [array.dtype.kind == "f" and place not in constants for place, array in enumerate(arrays)]
+    asks = [array.dtype.kind == "f" and place not in constants for place, array in enumerate(draws[0])]
     program = _Program(framework, program, asks)
-    whole = _Whole(program, arrays)
-    for combination in combinations(arrays, ranks) if states is None else states:
-        if not any(state.pending and not ask for state, ask in zip(combination, asks)):
-            yield _check_one(program, whole, arrays, combination, ranks)
+    wholes = [_Whole(program, arrays) for arrays in draws]
+    for combination in combinations(draws[0], ranks) if states is None else states:
+        if any(state.pending and not ask for state, ask in zip(combination, asks)):
+            continue
+        for whole in wholes:
+            finding = _check_one(program, whole, combination, ranks)
+            if finding.verdict != "too strict":
+                break
+        yield finding
 
 
-def _check_one(
-    program: _Program, whole: _Whole, arrays: Sequence[np.ndarray], states: tuple[State, ...], ranks: int
-) -> Finding:
-    parts = [[_part(array, state, rank, ranks) for array, state in zip(arrays, states)] for rank in range(ranks)]
+def _check_one(program: _Program, whole: _Whole, states: tuple[State, ...], ranks: int) -> Finding:
+    held = list(zip(whole.arrays, states))
+    parts = [[_part(array, state, rank, ranks) for array, state in held] for rank in range(ranks)]
     try:
         inferred = {program.inferred(part, states, ranks) for part in parts}
     except ERRORS:  # the framework refuses these shapes itself
@@ -140,7 +146,7 @@ class _Whole:
     """What one device gets, and whether ranks get the same."""
 
     def __init__(self, program: _Program, arrays: Sequence[np.ndarray]) -> None:
-        self.program = program
+        self.program, self.arrays = program, arrays
         self.outputs = program.run(arrays)
         generator = np.random.default_rng(1)
         self.weights = [

@@ -59,7 +59,7 @@ def outer(view: View) -> State:
     return contract(view.op, (view["input"], view["other"]), (["row"], ["column"]), ["row", "column"]).state
 
 
-@rule("addmm baddbmm", "input left right beta alpha")
+@rule("addmm", "input left right beta alpha")
 def added_product(view: View) -> State:
     """A product of matrices, plus a tensor that is broadcast to it."""
     left, right = view["left"], view["right"]

@@ -14,7 +14,7 @@ UNARY = (
     "leaky_relu log log10 log1p log2 logit logsigmoid mish nan_to_num reciprocal relu relu6 round rsqrt selu sigmoid "
     "sign silu sin sinh softplus softsign sqrt square tan tanh threshold trunc xlogy"
 )
-BINARY = "atan2 complex bitwise_and bitwise_or bitwise_xor floor_divide fmod maximum minimum polar pow remainder"
+BINARY = "atan2 bitwise_and bitwise_or bitwise_xor floor_divide fmod maximum minimum polar pow remainder"
 COMPARISONS = "eq ge gt le lt ne isclose logical_and logical_or logical_xor"
 TESTS = "bitwise_not isfinite isinf isnan logical_not truncate"
 
@@ -44,7 +44,7 @@ def linear_in_each(view: View) -> State:
     return operand.state
 
 
-@rule("add sub rsub", "input other")
+@rule("add sub rsub complex", "input other")
 @rule("lerp", "input end weight")
 def summed(view: View) -> State:
     """Pending sums can be added to each other; what is not pending would be added once on every rank."""

@@ -9,7 +9,7 @@ from hyper_parallel.core.rules.checks import merge_cuts, only_partial, refuse_cu
 from hyper_parallel.core.rules.state import PARTIAL, State
 from hyper_parallel.core.rules.table import RuleError, rule
 
-EXTREMA = "amax amin logsumexp prod var std norm vector_norm"
+EXTREMA = "amax amin logsumexp prod var std norm"
 TRUTHS = "all any count_nonzero argmax argmin"
 ALONG = "cumprod cummax cummin logcumsumexp"
 

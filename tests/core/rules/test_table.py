@@ -69,6 +69,23 @@ def test_a_scaled_sum_gives_its_factor_a_part_of_its_gradient_on_each_rank():
         state("mul", input=T(4, state=PARTIAL), other=T(4))
 
 
+def test_operators_without_a_kernel_on_a_cpu_follow_those_that_are_like_them():
+    for dim, allowed in ((0, True), (1, False)):
+        for op, arguments in {
+            "rms_norm_from": {"weight": T(8, state=COPIED)},
+            "slice": {"dim": 1, "start": 2, "stop": 4, "step": 1},
+        }.items():
+            x = T(4, 8, state=cut(dim))
+            if allowed:
+                assert set(states(op, input=x, **arguments)) == {cut(0)}
+            else:
+                with pytest.raises(RuleError, match=r"input.* is shard\(1\)"):
+                    states(op, input=x, **arguments)
+    assert states("dropout_pair", input=T(4, state=cut(0)), p=0.5) == (cut(0), cut(0))
+    with pytest.raises(RuleError, match="input is partial"):
+        states("dropout_pair", input=T(4, state=PARTIAL), p=0.5)
+
+
 # In place.
 
 
