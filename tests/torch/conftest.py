@@ -7,7 +7,10 @@ from typing import Iterator
 import pytest
 import torch
 
+from hyper_parallel import backends
 from tests.torch.all_ranks import double_precision
+
+backends.load("torch")  # before a test puts other functions in the place of PyTorch's, which it knows by identity
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from mindspore._c_expression import NoFallbackGuard
 
 from hyper_parallel.backends.mindspore.autograd import grad_enabled, in_backward
 from hyper_parallel.backends.mindspore.operators import canonical
+from hyper_parallel.backends.mindspore.tensors import to_numpy
 from hyper_parallel.core.validation.watch import Track
 
 
@@ -111,13 +112,15 @@ def track_of(tensor: Any) -> Track | None:
 
 
 def repeated_dims(tensor: Tensor) -> tuple[int, ...]:
-    """See `core.backend.Interception`. MindSpore expands by copying, so the elements tell."""
-    if "BFloat16" in str(tensor.dtype) or not tensor.size:
-        return ()
-    elements = tensor.asnumpy()
-    return tuple(
-        dim for dim, size in enumerate(elements.shape) if size > 1 and (elements == elements.take([0], dim)).all()
-    )
+    """See `core.backend.Interception`."""
+    elements = to_numpy(tensor)
+    dims = (dim for dim, size in enumerate(elements.shape) if size > 1)
+    return tuple(dim for dim in dims if (elements == elements.take([0], dim)).all())
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """See `core.backend.Interception`."""
+    return not to_numpy(tensor).any()
 
 
 def watch_gradient(tensor: Tensor, callback: Callable[[Tensor], None]) -> None:

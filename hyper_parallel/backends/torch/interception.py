@@ -16,7 +16,6 @@ from torch._C import DisableTorchFunctionSubclass
 
 from hyper_parallel.backends.torch.autograd import in_backward
 from hyper_parallel.backends.torch.operators import canonical
-from hyper_parallel.core.rules import state
 from hyper_parallel.core.validation.watch import Track
 
 
@@ -79,7 +78,15 @@ def track_of(tensor: Any) -> Track | None:
 
 def repeated_dims(tensor: torch.Tensor) -> tuple[int, ...]:
     """See `core.backend.Interception`."""
-    return state.repeated_dims(tensor.shape, tensor.stride())
+    dims = (dim for dim, size in enumerate(tensor.shape) if size > 1)
+    if tensor.is_meta:
+        return tuple(dim for dim in dims if tensor.stride(dim) == 0)
+    return tuple(dim for dim in dims if bool((tensor == tensor.narrow(dim, 0, 1)).all()))
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """See `core.backend.Interception`."""
+    return not tensor.is_meta and not bool(tensor.any())
 
 
 def watch_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:

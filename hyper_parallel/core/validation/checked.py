@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hyper_parallel.core.backend import Interception, Tensor
@@ -11,7 +12,7 @@ from hyper_parallel.core.plan.contracts import Contract
 from hyper_parallel.core.rules.state import State
 from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.contracts import contract_states, differs, written
-from hyper_parallel.core.validation.messages import boundary_error, gradient_error
+from hyper_parallel.core.validation.messages import boundary_error, values_error
 from hyper_parallel.core.validation.watch import Track, Watch
 
 
@@ -74,9 +75,11 @@ class CheckedCrossing:
             tensor = interception.follow(tensor, Track(watch, before, self._line_before, takes_part))
         self._check(tensor, before)
         self._look_at(tensor, before, "before", self._line_before)
-        if self._crossing is None:
-            return tensor
         track = watch.track_of(tensor)
+        if self._crossing is None:
+            if track is not None:
+                track.origin = self._line_after
+            return tensor
         crossed = self._crossing(interception.plain(tensor))
         after = self._states(self._contract.after, self._contract.gradient, crossed)
         crossed = interception.follow(crossed, Track(watch, after, self._line_after, track is not None and track.live))
@@ -107,24 +110,25 @@ class CheckedCrossing:
                 )
 
     def _look_at(self, tensor: Tensor, states: tuple[State, ...], end: str, line: str) -> None:
-        """Compare what is said to be the same on every rank, now and, of the gradient, in backward."""
-        where = f"{self._side}, {end} the transition"
-        copies = [axis for axis, state in zip(self._watch.axes, states) if state.is_replicate]
-        self._agreement.check(tensor, copies, lambda problem: gradient_error(self._module, where, problem, line))
+        """Compare what is said to be the same on every rank: the values now, the gradient in backward."""
+        where, axes = f"{self._side}, {end} the transition", self._watch.axes
+        copies = [axis for axis, state in zip(axes, states) if state.is_replicate]
+        self._agreement.check(tensor, copies, partial(self._fail, where, line))
         if not self._watch.backend.autograd.takes_part(tensor):
             return
         shape = tuple(tensor.shape)
-        whole = [a for a, s in zip(self._watch.axes, states) if s.is_partial or (s.is_replicate and not s.pending)]
+        whole = [axis for axis, state in zip(axes, states) if state.cut is None and not state.pending]
+        fail = partial(self._fail, f"gradient of the {where}", line)
 
         def returned(gradient: Tensor) -> None:
-            def fail(problem: str) -> Exception:
-                return gradient_error(self._module, where, problem, line)
-
             if tuple(gradient.shape) != shape:
                 raise fail(f"it has the shape {list(gradient.shape)}, the tensor has {list(shape)}")
             self._agreement.check(gradient, whole, fail)
 
         self._watch.backend.interception.watch_gradient(tensor, returned)
+
+    def _fail(self, what: str, line: str, problem: str) -> Exception:
+        return values_error(self._module, what, problem, line)
 
 
 class CheckedBoundary(Boundary):
@@ -135,9 +139,9 @@ class CheckedBoundary(Boundary):
         self._interception = watch.backend.interception
         self._opaque = opaque
 
-    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """See `Boundary.enter`."""
-        args, kwargs = super().enter(args, kwargs)
+    def bring_in(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """See `Boundary.bring_in`."""
+        args, kwargs = super().bring_in(args, kwargs)
         return _plain(self._interception, (args, kwargs)) if self._opaque else (args, kwargs)
 
 

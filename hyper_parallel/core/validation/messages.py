@@ -8,6 +8,9 @@ from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.rules.state import State
 from hyper_parallel.core.rules.table import RuleError
 
+PARAMETER = "parameter "
+"""How the line of a parameter begins."""
+
 
 class Found(NamedTuple):
     """A tensor: its name among the arguments, its local shape, how it lies along each axis, and the line of the plan
@@ -71,9 +74,9 @@ def boundary_error(module: str, side: str, problem: str, found: Found, legal: st
     return _error(f"{place(module)}: the {side}: {problem}", [found], legal, line)
 
 
-def gradient_error(module: str, side: str, problem: str, line: str) -> ContractError:
-    """A gradient came back otherwise than a contract says."""
-    return ContractError(f"{place(module)}: the gradient of the {side}: {problem}\n  plan: {line}")
+def values_error(module: str, what: str, problem: str, line: str) -> ContractError:
+    """Values, or those of a gradient, are otherwise than a contract says."""
+    return ContractError(f"{place(module)}: the {what}: {problem}\n  plan: {line}")
 
 
 def _error(headline: str, found: Sequence[Found], legal: str, *lines: str) -> ContractError:

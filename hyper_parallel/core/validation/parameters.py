@@ -7,12 +7,13 @@ from hyper_parallel.core.placement import Replicate
 from hyper_parallel.core.plan.plan import ParameterPlan
 from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State
 from hyper_parallel.core.validation.contracts import written
+from hyper_parallel.core.validation.messages import PARAMETER
 
 
 def line_of(parameter: ParameterPlan) -> str:
     """A parameter's line of the plan."""
     pending = ", ".join(parameter.pending)
-    return f"parameter {parameter.name}: placements: {written(parameter.placements)}, pending: [{pending}]"
+    return f"{PARAMETER}{parameter.name}: placements: {written(parameter.placements)}, pending: [{pending}]"
 
 
 def parameter_states(parameter: ParameterPlan, axes: tuple[str, ...], is_share: bool) -> tuple[State, ...]:

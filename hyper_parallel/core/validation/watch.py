@@ -13,7 +13,7 @@ from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.rules.call import Argument, Call, call_of
 from hyper_parallel.core.rules.state import WHOLE, State, without_gradient
 from hyper_parallel.core.rules.table import RuleError, infer
-from hyper_parallel.core.validation.messages import Found, operator_error, start_error, untracked_error
+from hyper_parallel.core.validation.messages import PARAMETER, Found, operator_error, start_error, untracked_error
 
 
 class Track:
@@ -165,9 +165,10 @@ class Watch:
         return None
 
     def _repeated(self, tensor: Tensor) -> tuple[State, ...]:
-        """What the model's code makes is the same on every rank; along dims where it repeats itself it may be read as
-        cut."""
-        return (State(same=self.backend.interception.repeated_dims(tensor)),) * len(self.axes)
+        """What the model's code makes is the same on every rank. Along dims where it repeats itself it may be read as
+        cut, and zeros as a pending sum: it may have been made for this rank's part."""
+        interception = self.backend.interception
+        return (State(same=interception.repeated_dims(tensor), zero=interception.is_zero(tensor)),) * len(self.axes)
 
     def _no_part(self, op: str, tensor: Tensor) -> bool:
         """False: what is not followed takes no part in autograd, else nobody would know how its gradient lies."""
@@ -182,9 +183,11 @@ class Watch:
         return [self.found(by_identity[id(each)], name) for name, each in _named(call.arguments)]
 
     def _origin(self, seen: Sequence[tuple[Argument, Tensor]]) -> str:
-        """The line that the result is said to come from: that of the first tensor that is followed."""
+        """The line that the result is said to come from: that of the first activation, or else of the first parameter,
+        that is followed."""
         tracks = (self.track_of(tensor) for _, tensor in seen)
-        return next((track.origin for track in tracks if track is not None), "")
+        origins = [track.origin for track in tracks if track is not None]
+        return next((each for each in origins if not each.startswith(PARAMETER)), origins[0] if origins else "")
 
 
 def _without_gradients(call: Call) -> Call:

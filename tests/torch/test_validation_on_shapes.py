@@ -1,0 +1,150 @@
+"""Validation without devices: plans of real sizes, in one process, on tensors that have shapes only."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hyper_parallel as hp
+from hyper_parallel.cli import main
+from hyper_parallel.core.errors import ConfigError, ContractError
+from tests.torch.test_hugging_face import FAMILIES, SIZES
+
+QWEN3_235B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
+MESH = "replicate=2,shard=6,expert=8,tensor=8"
+
+
+def made(family: str) -> torch.nn.Module:
+    kind, sizes = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **(SIZES | sizes))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def planned(model: torch.nn.Module, sizes: dict[str, int], sequence_parallel: bool = True) -> hp.ShardingPlan:
+    return hp.plan(model, hp.DeviceMesh.from_sizes(sizes), {"sequence_parallel": sequence_parallel})
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"shard": 2, "expert": 2, "context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_of_every_family_holds_on_shapes(family, sizes):
+    model = made(family)
+    verdict = hp.validate(model, planned(model, sizes), (2, 8))
+    assert verdict.boundaries > 5 and verdict.operators > 50 and not verdict.skipped
+    assert set(verdict.trusted) <= {name for name, _ in model.named_modules() if name.endswith((".experts", ".mlp"))}
+    assert all(each.is_meta for each in model.parameters()) and "weight" not in vars(model.lm_head)
+
+
+def test_a_broken_plan_stops_where_it_is_broken():
+    model = made("llama")
+    plan = planned(model, {"tensor": 2})
+    without = replace(plan, boundaries=tuple(each for each in plan.boundaries if each.module != "model.layers.1.mlp"))
+    with pytest.raises(ContractError, match=r"^model\.layers\.1\.mlp\.gate_proj: linear over tensor: "):
+        hp.validate(model, without, (1, 8))
+
+
+def test_uneven_sizes_are_run_on_the_first_and_the_last_rank():
+    kind, sizes = FAMILIES["llama"]
+    config = AutoConfig.for_model(kind, **(SIZES | sizes | {"vocab_size": 97, "intermediate_size": 49}))
+    verdict = hp.validate(
+        lambda: AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval(),
+        planned(AutoModelForCausalLM.from_config(config), {"tensor": 2}),
+        (1, 7),
+    )
+    assert verdict.ranks == (0, 1)
+
+
+def test_a_model_that_drops_elements_of_a_pending_sum_is_stopped_in_training_only():
+    model = made("gpt2").train()
+    plan = planned(model, {"tensor": 2})
+    with pytest.raises(ContractError, match=r"^transformer\.h\.0\.attn\.resid_dropout: dropout over tensor: "):
+        hp.validate(model, plan, (1, 8))
+    assert "in evaluation mode: dropout was not drawn" in str(hp.validate(model.eval(), plan, (1, 8)))
+
+
+def test_what_can_not_be_validated_is_refused():
+    model = made("llama")
+    plan = planned(model, {"tensor": 2})
+    with pytest.raises(ConfigError, match="two whole numbers from 1 up"):
+        hp.validate(model, plan, (0, 8))
+    with pytest.raises(ConfigError, match="model.embed_tokens.weight has values, but only shapes are run here"):
+        hp.validate(model.to_empty(device="cpu"), plan)
+    with pytest.raises(ConfigError, match="for a plan"):
+        hp.validate(model, "plan.yaml")
+
+
+@pytest.mark.parametrize("values", [QWEN3_235B, DEEPSEEK_V3], ids=lambda values: values["model_type"])
+def test_real_sizes_on_768_ranks_take_less_than_a_minute(tmp_path, capsys, values):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    begun = time.perf_counter()
+    assert main(["validate", "--model", f"hf:{path}", "--mesh", MESH]) == 0
+    assert time.perf_counter() - begun < 60
+    told = capsys.readouterr().out
+    assert "the plan holds" in told and "on ranks 0 and 767" in told
+    assert "not run on shapes alone, taken as their boundaries say: model.layers." in told
+
+
+def test_the_command_tells_a_broken_plan_by_its_exit_status(tmp_path, capsys):
+    config, overrides = tmp_path / "config.json", tmp_path / "overrides.yaml"
+    config.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1, "resid_pdrop": 0.0}))
+    overrides.write_text("sequence_parallel: false\n")
+    assert main(["validate", "--model", f"hf:{config}", "--mesh", "tensor=2", "--tokens", "1,8"]) == 0
+    assert "GPT2LMHeadModel: the plan holds: " in capsys.readouterr().out
+    model = "tests.torch.test_validation_on_shapes:dropping"
+    arguments = ["validate", "--model", model, "--mesh", "tensor=2", "--tokens", "1,8", "--overrides", str(overrides)]
+    assert main(arguments) == 1
+    assert capsys.readouterr().out.startswith("the plan does not hold: transformer.h.0.attn.resid_dropout: dropout")
+
+
+def dropping() -> torch.nn.Module:
+    return made("gpt2").train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--model", "json:model.json", "--mesh", "tensor=2"],
+            "is the description of a model, which has no code",
+        ),
+        (["--model", "hf:none.json", "--mesh", "tensor=2"], "none.json"),
+        (["--model", "llama", "--mesh", "tensor=2"], "names no model"),
+        (["--model", "json:a", "--mesh", "tensor=2", "--tokens", "0,4"], "--tokens: '0,4' is no B,S"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_validate(arguments, message, capsys):
+    assert main(["validate", *arguments]) == 2
+    assert message in capsys.readouterr().err
