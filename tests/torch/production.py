@@ -23,7 +23,9 @@ def tokens(samples: int, length: int) -> torch.Tensor:
 def own_samples(plan: hp.ShardingPlan, rank: int, whole: torch.Tensor) -> torch.Tensor:
     """The samples of a rank: those along `replicate` and `shard` have different ones."""
     layout = hp.Layout(
-        plan.mesh, {axis: hp.Shard(0) for axis in ("replicate", "shard") if axis in plan.mesh.names}, whole.shape
+        plan.mesh,
+        {axis: hp.Shard(0) for axis in ("replicate", "shard", "expert") if axis in plan.mesh.names},
+        whole.shape,
     )
     return torch.from_numpy(layout.shard(whole.numpy(), rank))
 

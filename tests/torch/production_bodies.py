@@ -24,7 +24,9 @@ def one_step(backend, family, sizes):
         )
         loss.backward()
         # Each rank has the loss of its samples and of its part of the vocabulary.
-        total = sum(backend.collectives.gather_objects(loss.item())) / plan.mesh.axis_size("shard")
+        total = sum(backend.collectives.gather_objects(loss.item())) / (
+            plan.mesh.axis_size("shard") * plan.mesh.axis_size("expert")
+        )
         errors = {"loss": abs(total / expected.item() - 1)}
         found = dict(model.named_parameters())
         for name, parameter in whole.named_parameters():

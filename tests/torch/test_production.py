@@ -25,7 +25,7 @@ from tests.torch.production import (
     planned,
     tokens,
 )
-from tests.torch.test_hugging_face import FAMILIES, HEAD, OTHERS, build
+from tests.torch.test_hugging_face import EXPERTS, FAMILIES, HEAD, OTHERS, build
 
 LENGTHS = {"even": (4, 8), "odd": (4, 7), "fewer tokens than ranks": (4, 1)}
 
@@ -43,6 +43,28 @@ pytestmark = pytest.mark.usefixtures("in_double_precision")
 def test_data_parallel_ranks_on_top_take_the_mean(family, sizes, sequence_parallel):
     model = build(*FAMILIES[family])
     hold_against(model, planned(model, sizes, sequence_parallel), samples=6, length=8)
+
+
+@pytest.mark.parametrize("length", [8, 1], ids=["many tokens", "ranks that get none"])
+@pytest.mark.parametrize("sizes", [{"expert": 4}, {"expert": 2, "tensor": 2}, {"shard": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_tokens_travel_to_their_experts(family, sizes, length):
+    model = build(*FAMILIES[family])
+    hold_against(model, planned(model, sizes), samples=4, length=length)
+
+
+@pytest.mark.parametrize("trained", ["", "experts"])
+def test_a_rank_whose_experts_nobody_chooses_still_takes_part(trained):
+    model = build("mixtral", EXPERTS | {"num_local_experts": 8, "num_experts": 8})
+    factors = torch.tensor([4.0, 3.0, -4.0, -3.0, 1.0, 0.5, -0.5, -1.0])  # the highest two scores: 0 and 1, or 2 and 3
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.mlp.gate.weight.copy_(factors[:, None] * layer.mlp.gate.weight[:1])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    hold_against(model, planned(model, {"expert": 4}), samples=4, length=5)
+    for layer in model.model.layers:
+        assert not layer.mlp.experts.down_proj.grad[4:].any() and layer.mlp.experts.down_proj.grad[:4].any()
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
@@ -182,9 +204,10 @@ def test_gradients_accumulate_and_evaluation_leaves_no_trace():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
+@pytest.mark.parametrize("sizes", [{"shard": 2, "tensor": 2}, {"shard": 2, "expert": 2}], ids=str)
+def test_activation_checkpointing(sizes, reentrant):
     model = build(*FAMILIES["qwen3_moe"]).train()
-    plan = planned(model, {"shard": 2, "tensor": 2})
+    plan = planned(model, sizes)
     ids, weights = tokens(4, 7), torch.randn(4, 7, 96)
     loss_of(model(input_ids=ids, use_cache=False).logits, weights).backward()
 
@@ -241,15 +264,23 @@ def test_two_models_in_one_process():
     InProcessWorld(backends.load("torch"), 2).run(body)
 
 
-@pytest.mark.parametrize("trained", ["lm_head", "norm", "q_proj", "layers.1"])
-def test_what_is_frozen_gets_no_gradient_and_what_is_not_its_own(trained):
-    model = build(*LLAMA)
+@pytest.mark.parametrize("sizes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("trained", ["lm_head", "norm", "q_proj", "layers.1", "mlp.gate.", "down_proj"])
+def test_what_is_frozen_gets_no_gradient_and_what_is_not_its_own(trained, sizes):
+    model = build(*FAMILIES["qwen3_moe"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
-    hold_against(model, planned(model, {"shard": 2, "tensor": 2}), samples=4, length=7)
+    hold_against(model, planned(model, sizes), samples=4, length=7)
 
 
-@pytest.mark.parametrize("family", ["llama with biases", "qwen3_moe"])
+REAL = {
+    "llama with biases": {"shard": 2, "tensor": 2},
+    "qwen3_moe": {"shard": 2, "tensor": 2},
+    "mixtral": {"expert": 2, "tensor": 2},
+}
+
+
+@pytest.mark.parametrize("family", REAL)
 def test_real_ranks_do_the_same(pool, family):
-    for errors in pool("torch", 4).run(production_bodies.one_step, family, {"shard": 2, "tensor": 2}):
+    for errors in pool("torch", 4).run(production_bodies.one_step, family, REAL[family]):
         assert max(errors.values()) < 1e-10, errors

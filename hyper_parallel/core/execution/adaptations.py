@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from hyper_parallel.core.backend import Module
-from hyper_parallel.core.execution.boundary import Change, ChangeArguments
+from hyper_parallel.core.execution.boundary import Change, ChangeArguments, Region
 
 _ABSENT = object()
 
@@ -21,13 +21,14 @@ class Adaptations:
     """Everything around modules that is no contract's.
 
     Changes are by the name of a module: `arguments` come before the contract's transition, `results` after the module
-    and before it, `handed_on` after it. `shares` are parameters that the first tensor rank's modules see, and others
-    see as zeros. `problems` say why the plan can't be run on this model.
+    and before it, `handed_on` after it; `regions` stand closest to the module. `shares` are parameters that the first
+    tensor rank's modules see, and others see as zeros. `problems` say why the plan can't be run on this model.
     """
 
     arguments: dict[str, list[ChangeArguments]] = field(default_factory=dict)
     results: dict[str, list[Change]] = field(default_factory=dict)
     handed_on: dict[str, list[Change]] = field(default_factory=dict)
+    regions: dict[str, Region] = field(default_factory=dict)
     shares: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     _shown: list[tuple[Module, str, Any]] = field(default_factory=list)

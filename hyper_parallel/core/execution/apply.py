@@ -12,6 +12,7 @@ from hyper_parallel.core.execution.biases import find_biases
 from hyper_parallel.core.execution.boundary import Boundary
 from hyper_parallel.core.execution.causal_loss import find_losses
 from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
+from hyper_parallel.core.execution.experts import find_dispatches
 from hyper_parallel.core.execution.facts import MODEL_AXES, Facts
 from hyper_parallel.core.execution.heads import find_heads
 from hyper_parallel.core.execution.vocabulary import find_embeddings
@@ -94,7 +95,7 @@ def find_adaptations(facts: Facts) -> Adaptations:
         PlanError: something that a module would have to be told can't be; lists all of it.
     """
     adaptations = Adaptations()
-    for find in (find_heads, find_embeddings, find_biases, find_losses):
+    for find in (find_heads, find_embeddings, find_biases, find_losses, find_dispatches):
         find(facts, adaptations)
     checks.refuse(adaptations.problems, facts.plan)
     return adaptations
@@ -152,6 +153,7 @@ def boundaries_of(facts: Facts, adaptations: Adaptations) -> list[Boundary]:
         planned = facts.boundaries.get(name)
         inputs, outputs = (planned.inputs, planned.outputs) if planned else ((), ())
         boundary.arguments += adaptations.arguments.get(name, ())
+        boundary.region = adaptations.regions.get(name)
         for contract in inputs:
             if changed_axes(contract, mesh):
                 where = f"the input {contract.name!r} of {name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Protocol, Sequence
 
 from hyper_parallel.core.backend import Backend, Module, Tensor, Tensors
 from hyper_parallel.core.errors import ContractError
@@ -16,11 +16,21 @@ ChangeArguments = Callable[[tuple, dict], tuple[tuple, dict]]
 """Positional and named arguments for others."""
 
 
+class Region(Protocol):
+    """What a module's computation spreads over ranks by itself: it communicates between its two ends."""
+
+    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of the module's own code on this rank, from those of its call."""
+
+    def leave(self, output: Tensor) -> Tensor:
+        """The result of the call, from what the module's own code has made on this rank."""
+
+
 class Boundary:
     """The changes around one module, in order; `attach` hooks them. Inside, only the module's own code runs.
 
     `arguments` change all arguments; then `inputs` change the tensor that the module takes in, one for each contract;
-    `outputs` change the tensor that it gives.
+    `outputs` change the tensor that it gives. A `region` stands closest to the module.
     """
 
     def __init__(self, backend: Backend, name: str, module: Module):
@@ -29,12 +39,13 @@ class Boundary:
         self.arguments: list[ChangeArguments] = []
         self.inputs: list[tuple[str, Change]] = []
         self.outputs: list[Change] = []
+        self.region: Region | None = None
         self._backend = backend
         self._found: dict[int, int | str] = {}
 
     def attach(self) -> Handles:
         """Hook the module, if there is anything to do around it."""
-        if not (self.arguments or self.inputs or self.outputs):
+        if not (self.arguments or self.inputs or self.outputs or self.region):
             return Handles()
         return Handles(self._backend.modules.around_forward(self.module, self.enter, self.leave))
 
@@ -44,6 +55,11 @@ class Boundary:
         Raises:
             ContractError: there is no tensor for a contract.
         """
+        args, kwargs = self.bring_in(args, kwargs)
+        return (args, kwargs) if self.region is None else self.region.enter(args, kwargs)
+
+    def bring_in(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments as the module's region wants them, or its code where it has none."""
         for change in self.arguments:
             args, kwargs = change(args, kwargs)
         for number, (name, change) in enumerate(self.inputs):
@@ -60,7 +76,8 @@ class Boundary:
         Raises:
             ContractError: there is no tensor in it.
         """
-        return with_first_tensor(self._backend.tensors, output, self.outputs, f"the output of {self.name}")
+        changes = self.outputs if self.region is None else (self.region.leave, *self.outputs)
+        return with_first_tensor(self._backend.tensors, output, changes, f"the output of {self.name}")
 
     def _place(self, number: int, name: str, args: tuple, kwargs: dict) -> int | str:
         """Where the tensor of a contract is among the arguments: where it was last time, if one is there."""

@@ -14,7 +14,7 @@ from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Partial, RaggedShard
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 
-RUN = ("replicate", "shard", "tensor")
+RUN = ("replicate", "shard", "expert", "tensor")
 """Axes that production runs over."""
 
 _LISTED = 8
@@ -129,7 +129,9 @@ def _placement_violations(plan: ShardingPlan, each: ParameterPlan, name: str) ->
         yield f"{name}: {error}"
         return
     for axis, placement in each.placements.items():
-        if isinstance(placement, (Partial, RaggedShard)) or axis not in ("shard", *MODEL_AXES):
+        if isinstance(placement, RaggedShard):
+            yield f"{name} is an expert of its own; only experts that are packed into one tensor run over {axis} yet"
+        elif isinstance(placement, Partial) or axis not in ("shard", *MODEL_AXES):
             yield f"{name} is placed as {axis}: {placement}; a parameter that is run is cut by shard, tensor or expert"
     if 0 in layout.local_shape(plan.mesh.ranks[-1]) and 0 not in each.shape:
         yield (

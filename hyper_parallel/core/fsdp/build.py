@@ -59,7 +59,6 @@ def make_unit(
 ) -> Unit:
     """Shard parameters and hook `module`."""
     shard_group = backend.collectives.groups(mesh.groups(("shard",)))
-    replica_group = backend.collectives.groups(mesh.groups(("replicate",)))
     parameters = []
     backend.modules.place_buffers(module)
     with backend.autograd.no_grad():
@@ -70,7 +69,7 @@ def make_unit(
                 _replaced.set(old, True)
             _layouts.set(sharded.parameter, sharded.layout)
             parameters.append(sharded)
-    return Unit(backend, name, module, parameters, shard_group, replica_group, reshard_after_forward)
+    return Unit(backend, name, module, parameters, shard_group, reshard_after_forward)
 
 
 def cut(backend: Backend, uses: Sequence[ParameterUse], layout: Layout) -> list[ParameterUse]:

@@ -9,6 +9,12 @@ from typing import Any, Callable, Sequence
 from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import DeviceMesh
+
+
+def ranks_with_samples(mesh: DeviceMesh) -> int:
+    """Ranks whose gradients are averaged: those that see different samples, or other tokens of them."""
+    return prod(mesh.axis_size(axis) for axis in ("replicate", "shard", "expert", "context"))
 
 
 @dataclass(frozen=True)
@@ -17,8 +23,8 @@ class Holding:
 
     `spec` is its split over `shard`, of the part that modules see; `layout` how the shard lies in the whole parameter.
     `places` are the dictionaries, one a use, in which the full tensor is shown under the use's attribute. The gradient
-    of the part is a sum over the mesh axes `pending`, besides the mean over `shard` and `replicate`. Where `shown` is
-    given, modules see what it makes of the full tensor.
+    of the part is a sum over the mesh axes `pending`, besides the mean over all ranks with samples of their own. Where
+    `shown` is given, modules see what it makes of the full tensor.
     """
 
     uses: Sequence[ParameterUse]
@@ -43,6 +49,7 @@ class ShardedParameter:
         self.layout = held.layout
         self.places = list(held.places)
         self.shown = held.shown
+        self.divisor = ranks_with_samples(spec.layout.mesh)
         self.sum_group: Group = backend.collectives.groups(spec.layout.mesh.groups(("replicate", *held.pending)))
         self._tensors = backend.tensors
         self._collectives = backend.collectives
@@ -61,7 +68,12 @@ class ShardedParameter:
     @property
     def is_served(self) -> bool:
         """False for what modules read, and autograd serves, as it is: there is nothing to gather, reduce or follow."""
-        return self.spec.pieces > 1 or self.sum_group.size > 1 or self.shown is not None
+        return self.is_reduced or self.shown is not None
+
+    @property
+    def is_reduced(self) -> bool:
+        """Tell whether the gradient takes more than what autograd does."""
+        return self.spec.pieces > 1 or self.sum_group.size > 1 or self.divisor > 1
 
     def full(self) -> Tensor:
         """The full parameter as a fresh tensor without history. Read it only while it is gathered."""

@@ -78,9 +78,9 @@ class BackendRuntime:
         """Wait, let go of the full gradients, and take the mean over all ranks that contribute."""
         reduction.wait()
         reduction.gradients = []
-        count = reduction.unit.shard_group.size * reduction.unit.replica_group.size
-        for output in reduction.outputs if count > 1 else ():
-            self._backend.tensors.scale_(output, 1.0 / count)
+        for parameter, output in zip(reduction.parameters, reduction.outputs):
+            if parameter.divisor > 1:
+                self._backend.tensors.scale_(output, 1.0 / parameter.divisor)
 
     def issue_all_reduce(self, reduction: UnitReduction) -> None:
         """One all-reduce a parameter over its replicas, and over the ranks that have computed parts of its gradient."""

@@ -32,7 +32,6 @@ class Unit:
         module: Module,
         parameters: Sequence[ShardedParameter],
         shard_group: Group,
-        replica_group: Group,
         reshard_after_forward: bool | None,
     ):
         self.backend = backend
@@ -41,8 +40,7 @@ class Unit:
         self.parameters = list(parameters)
         self._served = [each for each in parameters if each.is_served]
         self.shard_group = shard_group
-        self.replica_group = replica_group
-        self.needs_reduction = shard_group.size > 1 or any(each.sum_group.size > 1 for each in self.parameters)
+        self.needs_reduction = any(each.is_reduced for each in self.parameters)
         self.reshard_after_forward = reshard_after_forward is not False
         self._asked_to_reshard = reshard_after_forward
         self._schedule: Schedule | None = None

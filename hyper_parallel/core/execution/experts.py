@@ -1,0 +1,167 @@
+"""Experts that are dealt out over `expert`: tokens travel to their experts and back.
+
+Ranks along `expert` see different samples, and each holds some of the experts. A module of packed experts is called
+with tokens `[N, H]`, the experts chosen for each, `[N, K]`, and their weights, `[N, K]`. Each choice is sent to the
+rank that holds the expert; there the module's own code runs on what has come, one choice a row, as if it had those
+experts only; the results travel back and are summed up. Gradients travel the other way round.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple, Sequence
+
+import numpy as np
+
+from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor
+from hyper_parallel.core.errors import ContractError
+from hyper_parallel.core.execution.adaptations import Adaptations
+from hyper_parallel.core.execution.facts import Facts
+from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.placement import Shard
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Attributes from which the code of experts reads how many there are."""
+
+WHOLE_NUMBERS = ("int32", "int64")
+
+
+class _Trip(NamedTuple):
+    """Where the rows of one call have gone: what this rank sent to each, what has come, and each choice's place among
+    what it sent."""
+
+    sent: list[int]
+    received: list[int]
+    places: Tensor
+    choices: int
+
+
+class Dispatch:
+    """What stands around a module of experts on this rank: it holds `count` of them, from `start` on."""
+
+    def __init__(
+        self, backend: Backend, name: str, uses: Sequence[ParameterUse], mesh: DeviceMesh, start: int, count: int
+    ):
+        self._backend = backend
+        self._name = name
+        self._uses = uses
+        self._mesh = mesh
+        self._ranks = mesh.axis_size("expert")
+        self._start = start
+        self._count = count
+        self._trip: _Trip | None = None
+        self._arrived: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def _group(self) -> Group:
+        """The ranks that share the experts; made when they first meet."""
+        return self._backend.collectives.groups(self._mesh.groups(("expert",)))
+
+    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments with what has come for this rank's experts: tokens `[M, H]`, experts counted from this rank's
+        first `[M, 1]`, weights `[M, 1]`.
+
+        Raises:
+            ContractError: the module was called with something else than tokens, choices and weights.
+        """
+        named = dict(enumerate(args)) | kwargs
+        keys = self._find(named)
+        tokens, chosen, weights = (named[key] for key in keys)
+        order, owners = self._order(chosen)
+        sent = np.bincount(owners, minlength=self._ranks).tolist()
+        received = self._counts(sent)
+        from_numpy, choices = self._backend.tensors.from_numpy, int(chosen.shape[1])
+        rows = from_numpy(order)
+        self._trip = _Trip(sent, received, from_numpy(np.argsort(order, kind="stable")), choices)
+        experts = self._exchange(chosen.reshape(-1, 1)[rows], sent, received) - self._start
+        tokens = self._exchange(tokens[from_numpy(order // choices)], sent, received)
+        weights = self._exchange(weights.reshape(-1, 1)[rows], sent, received)
+        self._arrived = tokens, weights
+        named |= dict(zip(keys, (tokens, experts, weights)))
+        return tuple(named[place] for place in range(len(args))), {key: named[key] for key in kwargs}
+
+    def leave(self, output: Tensor) -> Tensor:
+        """For each token that this rank has sent the sum of its experts' results, `[N, H]`."""
+        trip, self._trip = self._trip, None
+        arrived, self._arrived = self._arrived, ()
+        if not sum(trip.received):
+            # No operator has made the output depend on anything, but gradients must travel on every rank or on none.
+            for each in (*arrived, *(getattr(use.owner, use.attribute) for use in self._uses)):
+                output = output + (each.sum() * 0).to(output.dtype)
+        results = self._exchange(output, trip.received, trip.sent)[trip.places]
+        return results.reshape((-1, trip.choices, *results.shape[1:])).sum(1)
+
+    def _find(self, named: dict[Any, Any]) -> tuple[Any, Any, Any]:
+        """The keys of tokens, choices and weights among the arguments."""
+        tensors = self._backend.tensors
+        found = {key: tensors.dtype_name(value) for key, value in named.items() if tensors.is_tensor(value)}
+        numbers = [key for key, dtype in found.items() if "float" in dtype]
+        chosen = [key for key, dtype in found.items() if dtype in WHOLE_NUMBERS]
+        if len(numbers) == 2 and len(chosen) == 1:
+            tokens, choices, weights = numbers[0], chosen[0], numbers[1]
+            shapes = [tuple(named[key].shape) for key in (tokens, choices, weights)]
+            if len(shapes[0]) == len(shapes[1]) == 2 and shapes[1] == shapes[2] and shapes[0][0] == shapes[1][0]:
+                return tokens, choices, weights
+        told = ", ".join(f"{key}: {dtype} {list(named[key].shape)}" for key, dtype in found.items())
+        raise ContractError(
+            f"{self._name} was called with {told or 'no tensors'}; experts over the axis expert take tokens [N, H], "
+            "the experts chosen for each [N, K], and their weights [N, K]"
+        )
+
+    def _order(self, chosen: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The choices in the order in which they are sent, rank after rank, and the rank of each."""
+        experts = self._backend.tensors.to_numpy(chosen).reshape(-1)
+        owners = experts // self._count
+        if owners.size and not 0 <= owners.min() <= owners.max() < self._ranks:
+            raise ContractError(
+                f"{self._name}: the router has chosen expert {experts[np.argmax(owners)]} of "
+                f"{self._count * self._ranks}"
+            )
+        return np.argsort(owners, kind="stable"), owners
+
+    def _counts(self, sent: list[int]) -> list[int]:
+        """How many rows come from each rank."""
+        tensors = self._backend.tensors
+        counts = tensors.zeros((self._ranks,), "int64")
+        self._backend.collectives.all_to_all(counts, tensors.from_numpy(np.array(sent, "int64")), self._group)
+        return tensors.to_numpy(counts).tolist()
+
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows of equal length, sorted by destination, for those that come from each rank."""
+        width = tuple(int(size) for size in rows.shape[1:])
+
+        def travel(tensor: Tensor, out: list[int], back: list[int]) -> Tensor:
+            tensors, each = self._backend.tensors, int(np.prod(width))
+            arrived = tensors.buffer(tensor, sum(back) * each)
+            splits = [count * each for count in back], [count * each for count in out]
+            self._backend.collectives.all_to_all(arrived, tensors.flat(tensor), self._group, *splits)
+            return tensors.alias(arrived, 0, (sum(back), *width))
+
+        return self._backend.autograd.differentiable(
+            rows,
+            lambda tensor: (travel(tensor, sent, received), None),
+            lambda gradient, _: travel(gradient, received, sent),
+        )
+
+
+def find_dispatches(facts: Facts, found: Adaptations) -> None:
+    """Let tokens travel around every module of packed experts that `expert` deals out."""
+    mesh = facts.plan.mesh
+    for name, uses in _packed(facts).items():
+        total, module = facts.plan[uses[0].name].shape[0], uses[0].owner
+        count = total // mesh.axis_size("expert")
+        start = mesh.coordinate(facts.rank, "expert") * count
+        found.regions[name] = Dispatch(facts.backend, name, uses, mesh, start, count)
+        for attribute in EXPERT_COUNTS:
+            if vars(module).get(attribute) == total:
+                found.show(module, attribute, count)
+
+
+def _packed(facts: Facts) -> dict[str, list[ParameterUse]]:
+    """The parameters of every module of packed experts that `expert` deals out."""
+    packed: dict[str, list[ParameterUse]] = {}
+    for parameter in facts.plan.parameters:
+        if parameter.placements.get("expert") == Shard(0):
+            for use in facts.uses[parameter.name]:
+                packed.setdefault(use.name.rpartition(".")[0], []).append(use)
+    return packed
