@@ -112,7 +112,7 @@ def call_of(
 
 def freeze(value: Any, describe: Describe) -> Any:
     """`value` with tensors replaced by what `describe` makes of them, and the rest so that it hashes."""
-    if value is None or isinstance(value, (int, float, str, complex)):
+    if value is None or isinstance(value, (int, float, str, complex, Argument)):
         return value
     if isinstance(value, (tuple, list)):
         return tuple(freeze(each, describe) for each in value)
