@@ -89,6 +89,7 @@ class Following:
                 changes = found.arguments.get(name, ())
                 boundary.arguments += [declared_arguments(self.watch, change) for change in changes]
                 boundary.inputs += self._inputs(planned, tokens, rows)
+                boundary.region = found.regions.get(name)
                 boundary.outputs += found.results.get(name, ())
                 boundary.outputs += self._crossings(planned, "output", tokens, rows)
                 changes = found.handed_on.get(name, ())

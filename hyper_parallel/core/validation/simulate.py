@@ -121,6 +121,7 @@ class _Run:
         self._tokens = tokens
         checks.refuse(list(checks.violations(self._facts)), plan)
         self._found = find_adaptations(self._facts)
+        self._found.regions.clear()  # what they send depends on values
         self.following = Following(self._facts, self._found, is_real=False)
         self.trusted: list[str] = []
         self._leaves: list[Tensor] = []
