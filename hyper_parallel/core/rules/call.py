@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from hyper_parallel.core.rules.state import State
@@ -104,24 +105,29 @@ def call_of(
     declared: frozenset[str] = frozenset(),
 ) -> Call:
     """The call of `op` with a framework's own arguments, by canonical name."""
-    frozen = (
-        (name, (_freeze_index if name == "index" else freeze)(value, describe)) for name, value in arguments.items()
-    )
+    frozen = [
+        (name, freeze(value, describe) if name != "index" else _freeze_index(value, describe))
+        for name, value in arguments.items()
+    ]
     return Call(op, tuple(frozen), axes, sizes, declared)
+
+
+_ATOMS = frozenset((int, float, str, complex, bool, type(None), Argument))
 
 
 def freeze(value: Any, describe: Describe) -> Any:
     """`value` with tensors replaced by what `describe` makes of them, and the rest so that it hashes."""
-    if value is None or isinstance(value, (int, float, str, complex, Argument)):
+    if type(value) in _ATOMS:
         return value
     if isinstance(value, (tuple, list)):
         return tuple(freeze(each, describe) for each in value)
+    if (described := describe(value)) is not None:
+        return described
     if isinstance(value, slice):
         return Slice(*(freeze(each, describe) for each in (value.start, value.stop, value.step)))
     if isinstance(value, Mapping):
         return tuple((key, freeze(each, describe)) for key, each in value.items())
-    described = describe(value)
-    return value if described is None else described
+    return value
 
 
 def _freeze_index(value: Any, describe: Describe) -> Any:
@@ -156,16 +162,27 @@ def bind(parameters: str, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, A
     calls `other`. `*name` takes all that are left: as one tuple, whether they came one by one or as one sequence. What
     has no name gets one by its place.
     """
-    given: dict[str, Any] = {}
+    names, starred, keywords = _parsed(parameters)
+    if starred is not None and len(args) > starred:
+        rest, args = args[starred:], args[:starred]
+        given = dict(zip(names, args))
+        given[names[starred]] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+    else:
+        given = dict(zip(names, args))
+        for place in range(len(names), len(args)):
+            given[f"argument {place}"] = args[place]
+    for name, value in kwargs.items():
+        given[keywords.get(name, name)] = value
+    return given
+
+
+@cache
+def _parsed(parameters: str) -> tuple[tuple[str, ...], int | None, dict[str, str]]:
+    """The names, the place of the one with a star, and the names of keywords that go by another one."""
+    written = parameters.split()
+    names = tuple(each.lstrip("*").split("|")[0] for each in written)
+    starred = next((place for place, each in enumerate(written) if each.startswith("*")), None)
     keywords = {"axis": "dim", "keepdims": "keepdim"}
-    for place, parameter in enumerate(parameters.split()):
-        name, *others = parameter.lstrip("*").split("|")
-        keywords |= dict.fromkeys(others, name)
-        if place < len(args) and parameter.startswith("*"):
-            rest, args = args[place:], args[:place]
-            given[name] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-        elif place < len(args):
-            given[name] = args[place]
-    for place in range(len(parameters.split()), len(args)):
-        given[f"argument {place}"] = args[place]
-    return given | {keywords.get(name, name): value for name, value in kwargs.items()}
+    for name, each in zip(names, written):
+        keywords |= dict.fromkeys(each.split("|")[1:], name)
+    return names, starred, keywords
