@@ -75,7 +75,7 @@ def test_a_block_of_shell_names_commands_settings_and_targets_that_exist(code: s
 def check_command(words: list[str]) -> None:
     """The command line is accepted, and so are the settings, or the mesh of a plan."""
     options = parse(words)
-    if options.command == "plan":
+    if options.command in ("plan", "validate"):
         if options.mesh:
             parse_mesh(options.mesh)
         return

@@ -198,3 +198,15 @@ def test_a_gradient_that_differs_between_ranks_is_told_with_its_boundary():
     assert told.endswith(
         "plan: boundary model.norm, output hidden: before: {tensor: replicate}, gradient: {tensor: replicate}"
     )
+
+
+def test_where_no_ranks_share_a_model_nothing_is_followed():
+    model = build(*FAMILIES["llama"])
+    plan = hp.plan(model, hp.DeviceMesh((2,), ("shard",)))
+
+    def body(backend, own):
+        loss = loss_of(backend, plan, own, IDS)
+        loss.backward()
+        return type(loss), execution_of(own).following.watch.operators
+
+    assert on_all_ranks(model, plan, body) == [(torch.Tensor, 0)] * 2

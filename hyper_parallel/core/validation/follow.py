@@ -58,8 +58,8 @@ class Following:
         """What modules are shown of a parameter, for the plain tensor of its local part."""
         uses = self._facts.uses[parameter.name]
         by_modules = all(self._adaptations.place(use.owner, use.attribute) is vars(use.owner) for use in uses)
-        if by_modules and self._is_in_opaque(parameter.name):
-            return _unchanged
+        if not self.watch.axes or (by_modules and self._is_in_opaque(parameter.name)):
+            return _unchanged  # without an axis along which ranks share a model there is nothing to follow
         states, line = self._states[parameter.name], line_of(parameter)
 
         def follow(tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Following:
         """What a module is shown in place of a parameter that other ranks or boundaries add: zeros, which are summed
         with what those have."""
         inside = any(each is module and self._is_in_opaque(name) for name, each in self._facts.modules.items())
-        if inside or not self._facts.backend.tensors.is_tensor(value):
+        if inside or not self.watch.axes or not self._facts.backend.tensors.is_tensor(value):
             return value
         states = (constant(len(value.shape), zero=True),) * len(self.watch.axes)
         return self._interception.follow(value, Track(self.watch, states, "", False))

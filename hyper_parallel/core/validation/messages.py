@@ -37,6 +37,15 @@ def operator_error(module: str, op: str, error: RuleError, found: Sequence[Found
     return _error(f"{place(module)}: {op}{along}: {error.reason}", found, error.legal)
 
 
+def framework_error(module: str, op: str, error: Exception, found: Sequence[Found]) -> ContractError:
+    """An operator that the framework refuses: the local tensors don't have the shapes that the code counts on."""
+    return _error(
+        f"{place(module)}: {op}: the framework refuses it on this rank's tensors: {type(error).__name__}: {error}",
+        found,
+        "tensors that lie as the module's code counts on",
+    )
+
+
 def untracked_error(module: str, op: str, shape: tuple[int, ...], name: str | None) -> ContractError:
     """A tensor takes part in autograd, and nothing is known of how it lies."""
     what = f"the parameter {name}" if name else f"a tensor of shape {list(shape)} that asks for a gradient"

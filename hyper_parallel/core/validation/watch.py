@@ -7,13 +7,21 @@ or works out how the results lie, and the operator runs on the plain local tenso
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.errors import HyperParallelError
 from hyper_parallel.core.rules.call import Argument, Call, call_of
 from hyper_parallel.core.rules.state import WHOLE, State, without_gradient
 from hyper_parallel.core.rules.table import RuleError, infer
-from hyper_parallel.core.validation.messages import PARAMETER, Found, operator_error, start_error, untracked_error
+from hyper_parallel.core.validation.messages import (
+    PARAMETER,
+    Found,
+    framework_error,
+    operator_error,
+    start_error,
+    untracked_error,
+)
 
 
 class Track:
@@ -92,8 +100,16 @@ class Watch:
             if states is None:
                 raise operator_error(self.module, op, error, self._found(call, seen)) from None
             live = live and self.backend.autograd.grad_enabled()
-        origin = self._origin(seen)
+        origin = self._origin(seen, states)
         return [Track(self, each, origin, live) for each in states]
+
+    def failed(self, op: str, arguments: Mapping[str, Any], error: Exception) -> Exception:
+        """What to raise when the framework refuses an operator on local tensors: local shapes that don't fit."""
+        if isinstance(error, HyperParallelError):
+            return error
+        seen: list[tuple[Argument, Tensor]] = []
+        call = self._call(op, arguments, seen)
+        return framework_error(self.module, op, error, self._found(call, seen))
 
     def check_start(self, tensor: Tensor, gradient: Tensor | None) -> None:
         """Raise `ContractError` unless backward may start from `tensor` with `gradient` on every rank, with ones where
@@ -182,12 +198,23 @@ class Watch:
         by_identity = {id(argument): tensor for argument, tensor in seen}
         return [self.found(by_identity[id(each)], name) for name, each in _named(call.arguments)]
 
-    def _origin(self, seen: Sequence[tuple[Argument, Tensor]]) -> str:
-        """The line that the result is said to come from: that of the first activation, or else of the first parameter,
-        that is followed."""
-        tracks = (self.track_of(tensor) for _, tensor in seen)
-        origins = [track.origin for track in tracks if track is not None]
-        return next((each for each in origins if not each.startswith(PARAMETER)), origins[0] if origins else "")
+    def _origin(self, seen: Sequence[tuple[Argument, Tensor]], states: Sequence[tuple[State, ...]]) -> str:
+        """The line that results are said to come from: that of what makes them a part or a pending sum, a parameter
+        before an activation. Where they are neither, that of the first activation, or else of the first parameter."""
+        tracks = [track for _, tensor in seen if (track := self.track_of(tensor)) is not None]
+        for place, state in enumerate(states[0] if states else ()):
+            if not state.is_replicate:
+                pending = [each for each in tracks if state.is_partial and each.states[place].is_partial]
+                makers = pending or [each for each in tracks if not each.states[place].is_replicate]
+                if makers:
+                    return _first(makers, lambda line: line.startswith(PARAMETER))
+        return _first(tracks, lambda line: not line.startswith(PARAMETER))
+
+
+def _first(tracks: Sequence[Track], wanted: Callable[[str], bool]) -> str:
+    """The first line that is wanted, or else the first one."""
+    origins = [each.origin for each in tracks]
+    return next((each for each in origins if wanted(each)), origins[0] if origins else "")
 
 
 def _without_gradients(call: Call) -> Call:
