@@ -27,6 +27,7 @@ TYPES: dict[str, str] = {
     "whole": "kept whole because an override says so",
     "entry": "the first block, where each tensor rank takes its part of the sequence",
     "exit": "the last block, after which each tensor rank has the whole sequence",
+    "region": "communicates by itself, as an override declares",
 }
 """Every type of boundary by its text form."""
 

@@ -69,8 +69,8 @@ class Contract:
 class BoundaryPlan:
     """A module whose inputs and outputs carry contracts.
 
-    `kind` is one of `boundaries.TYPES`, or "region" for one that only an override declares. `region` is "checked", or
-    "transparent" or "opaque" for what communicates by itself (context-parallel attention, expert dispatch).
+    `kind` is its type, a key of `boundaries.TYPES`. `region` is "checked", or "transparent" or "opaque" for what
+    communicates by itself (context-parallel attention, expert dispatch).
     """
 
     module: str

@@ -19,6 +19,7 @@ _TENSOR = {
     "vocabulary": "tensor cuts the vocabulary",
     "output": "tensor cuts the output features",
     "heads": "tensor deals out whole heads",
+    "gathered": "tensor cuts the output features, and every rank gets all that the ranks give",
     "input": "tensor cuts the input features; what has none, as a bias, is added once, after the sum",
     "whole": "tensor leaves it whole",
 }

@@ -36,7 +36,6 @@ _FIELDS = {
     "regions": ("kind", "inputs", "outputs"),
 }
 _ROLES = tuple(role for role in ROLES if role not in ("whole", "adapter"))
-_TYPES = tuple(kind for kind in TYPES if kind not in ("whole", "entry", "exit"))
 
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 80
@@ -170,7 +169,7 @@ class _EntryReader:
         readers: Mapping[str, Callable[[Any], None]] = {
             "role": lambda value: self.choice("role", value, _ROLES),
             "placements": self.placements,
-            "type": lambda value: self.choice("type", value, _TYPES),
+            "type": lambda value: self.choice("type", value, TYPES),
             "kind": lambda value: self.choice("kind", value, ("opaque", "transparent"), none=False),
             "inputs": lambda value: self.contracts("inputs", value),
             "outputs": lambda value: self.contracts("outputs", value),

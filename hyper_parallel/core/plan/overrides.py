@@ -29,6 +29,9 @@ from hyper_parallel.core.plan.whole import above
 _FAMILIES = ({"mlp", "up", "down"}, {"norm", "projection"}, {"experts", "moe"})
 """Types whose boundaries carry contracts of one form."""
 
+_INNER = ("adapter", "whole")
+"""Types of groups that have no boundary, or that of what else is in their module."""
+
 LENGTH = 4096
 """Tokens of a sequence that traffic is counted for where nothing else is said."""
 
@@ -110,7 +113,7 @@ class Overrides:
         for each in groups:
             kind = self.modules.get(each.module, {}).get(("type",), AUTO)
             usual = types[each.module]
-            if kind not in TYPES or kind == usual:
+            if kind not in TYPES or kind == usual or usual in _INNER:
                 continue
             if not any({kind, usual} <= family for family in _FAMILIES):
                 problems.append(
@@ -139,8 +142,8 @@ class Overrides:
                 streams = blocks.streams_at(plan.module)
                 changed, wrong = _changed(plan, fields, _lies_around(plan.module, holding, streams), streams)
                 kept.append(changed)
-                if kind != AUTO and plan.module not in kinds:
-                    wrong.append(f"type: that of a {plan.kind} follows from its parts; write auto or none")
+                if kind not in (AUTO, plan.kind) and kinds.get(plan.module, _INNER[0]) in _INNER:
+                    wrong.append(f"type: it follows from what is in there, and can't be {kind}; write {plan.kind}")
                 problems.extend(f"{self.sources[plan.module]}: {plan.module}: {each}" for each in wrong)
         known = {plan.module for plan in plans}
         for where, modules in self.reach.items():

@@ -181,7 +181,7 @@ def _boundary(module: str, values: Mapping[str, Any], layouts: _Layouts, tokens:
     for side, contracts in (("inputs", inputs), ("outputs", outputs)):
         _refuse_twice((each.name for each in contracts), f"{where}: {side}")
     region = _one_of(values, "region", ("checked", "transparent", "opaque"), where)
-    kind = _one_of(values, "kind", (*TYPES, "region"), where)
+    kind = _one_of(values, "kind", TYPES, where)
     return BoundaryPlan(module, kind, inputs, outputs, region, _get(values, "note", str, where))
 
 

@@ -108,10 +108,12 @@ class Streams:
 @dataclass(frozen=True)
 class Scope:
     """What a group acts in: the `block` around experts, their router and shared experts ("" where it is in none), and
-    whether `tensor` cuts anything in there; outside of blocks, anything of the group, or of the attention around it."""
+    whether `tensor` cuts anything in there; outside of blocks, anything of the group, or of the attention around it.
+    `kind` is the type of the module's boundary."""
 
     block: str
     cut: bool
+    kind: str
 
 
 def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member]) -> dict[str, Scope]:
@@ -126,12 +128,12 @@ def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[s
         block = block_of.get(module, "")
         if block:
             own = any(cut[each] for each, other in block_of.items() if other == block)
-            found.setdefault(block, Scope(block, own))
+            found.setdefault(block, Scope(block, own, kinds.get(block, "moe")))
             block = "" if module == block else block
         elif kinds[module] == "wide_norm":
             around = (each for each in _above(module) if kinds.get(each) == "attention")
             own = any(cut[each] for each in around)
-        found[module] = Scope(block, own)
+        found[module] = Scope(block, own, kinds[module])
     return found
 
 
@@ -193,8 +195,6 @@ def _expert_block(scope: Scope, streams: Streams) -> BoundaryPlan:
 
 def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     """Attention and feed-forward layers: what cuts outputs reads hidden states, what cuts inputs writes them."""
-    families = {ROLES[m.assignment.role].boundary for m in own}
-    kind = next((each for each in ("attention", "mixer") if each in families), "mlp")
     readers = [
         m for m in own if m.tensor in ("output", "heads", "gathered", "whole") and m.assignment.input_dim is not None
     ]
@@ -216,9 +216,10 @@ def _linear(group: Group, own: list[Member], streams: Streams, scope: Scope) -> 
         width = readers[0].width(readers[0].assignment.output_dim)
         lies = streams.features if cut else streams.inside
         outputs.append(streams.contract("features", lies, lies, width))
-    opaque = kind in _EXCHANGED and "context" in active(streams.mesh)
-    note = f"{_EXCHANGED[kind]} over context" if opaque else ""
-    yield BoundaryPlan(group.module, kind, tuple(inputs), tuple(outputs), "opaque" if opaque else "checked", note)
+    opaque = scope.kind in _EXCHANGED and "context" in active(streams.mesh)
+    note = f"{_EXCHANGED[scope.kind]} over context" if opaque else ""
+    region = "opaque" if opaque else "checked"
+    yield BoundaryPlan(group.module, scope.kind, tuple(inputs), tuple(outputs), region, note)
     if writers and adds:
         yield from _summed(writers, streams, made, handed)
     yield from _gathered(own, writers, streams)
@@ -265,29 +266,29 @@ def _wide_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) 
     width = own[0].description.shape[0]
     if scope.cut and has_few_heads(own[0].assignment, streams.mesh):
         heads = streams.contract("heads", streams.inside, streams.inside, width, pending=True, inner=True)
-        yield BoundaryPlan(group.module, "norm", (heads,), (heads,))
+        yield BoundaryPlan(group.module, scope.kind, (heads,), (heads,))
         return
     if not scope.cut:
-        yield _local(group, "norm", streams.inside, streams, "heads", width)
+        yield _local(group, scope.kind, streams.inside, streams, "heads", width)
         return
     inputs = streams.contract("heads", streams.features, streams.inside, width)
     outputs = streams.contract("heads", streams.inside, streams.features, width)
-    yield BoundaryPlan(group.module, "norm", (inputs,), (outputs,))
+    yield BoundaryPlan(group.module, scope.kind, (inputs,), (outputs,))
 
 
 def _norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
-    yield _local(group, "norm", streams.inside if scope.block else streams.outside, streams)
+    yield _local(group, scope.kind, streams.inside if scope.block else streams.outside, streams)
 
 
 def _sum_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     """A norm needs whole sums; the block around it goes on with one summand, which is all of it on one rank."""
     lies = streams.pending if scope.cut else streams.inside
     taken, given = (streams.contract("sum", *ends) for ends in ((lies, streams.inside), (streams.inside, lies)))
-    yield BoundaryPlan(group.module, "sum_norm", (taken,), (given,))
+    yield BoundaryPlan(group.module, scope.kind, (taken,), (given,))
 
 
 def _projection(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
-    yield _local(group, "projection", streams.outside, streams)
+    yield _local(group, scope.kind, streams.outside, streams)
 
 
 def _local(
@@ -300,7 +301,7 @@ def _local(
 def _embedding(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     tokens = streams.contract("tokens", streams.inside, streams.inside, size=1, dims=2)
     made = streams.pending if any(m.is_cut for m in own) else streams.inside
-    yield BoundaryPlan(group.module, "embedding", (tokens,), (streams.contract("hidden", made, streams.outside),))
+    yield BoundaryPlan(group.module, scope.kind, (tokens,), (streams.contract("hidden", made, streams.outside),))
 
 
 def _head(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
@@ -309,7 +310,7 @@ def _head(group: Group, own: list[Member], streams: Streams, scope: Scope) -> It
     lies = streams.features if cut else streams.inside
     logits = streams.contract("logits", lies, lies, max(m.width(m.assignment.vocab_dim) for m in own))
     note = "the loss works on a part of the vocabulary" if cut else ""
-    yield BoundaryPlan(group.module, "head", (hidden,), (logits,), note=note)
+    yield BoundaryPlan(group.module, scope.kind, (hidden,), (logits,), note=note)
 
 
 def _router(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
@@ -317,7 +318,7 @@ def _router(group: Group, own: list[Member], streams: Streams, scope: Scope) -> 
     width = max((m.width(m.assignment.output_dim) for m in own), default=1)
     size = max(width, 1)
     scores = streams.contract("scores", streams.inside, streams.inside, size, pending=scope.cut, inner=True)
-    yield BoundaryPlan(group.module, "router", (hidden,), (scores,))
+    yield BoundaryPlan(group.module, scope.kind, (hidden,), (scores,))
 
 
 def _experts(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
@@ -329,7 +330,7 @@ def _experts(group: Group, own: list[Member], streams: Streams, scope: Scope) ->
     dispatched = any("expert" in m.placed.placements for m in own)
     note = "tokens travel to their experts over expert" if dispatched else ""
     result = streams.contract("hidden", made, handed)
-    yield BoundaryPlan(group.module, "experts", (hidden,), (result,), "opaque" if dispatched else "checked", note)
+    yield BoundaryPlan(group.module, scope.kind, (hidden,), (result,), "opaque" if dispatched else "checked", note)
 
 
 def _inside_other(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:

@@ -94,7 +94,7 @@ CONTRADICTIONS = {
     "a norm over all heads": (
         "olmo2",
         contract(LAYER + "self_attn.q_norm", "inputs", "after", "shard(2)", "heads"),
-        f"input heads: after is given as (tensor: shard(2)); {AS_PLACED.format('norm', 'tensor: replicate')}",
+        f"input heads: after is given as (tensor: shard(2)); {AS_PLACED.format('wide_norm', 'tensor: replicate')}",
         LAYER + "self_attn.q_norm: {inputs: {heads: {after: auto}}}",
     ),
     "a norm over parts of features": (

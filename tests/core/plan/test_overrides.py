@@ -575,5 +575,5 @@ def test_the_page_names_every_key_and_word():
 
     text = DOCUMENT.read_text()
     words = [*file.KEYS, *file.SIDES, *file.MODEL_AXES, "auto", "none", "match", "when", "opaque", "transparent"]
-    words += [key for keys in file._FIELDS.values() for key in keys] + [*file._ROLES, *file._TYPES]
+    words += [key for keys in file._FIELDS.values() for key in keys] + [*file._ROLES, *file.TYPES]
     assert [word for word in words if f"`{word}`" not in text] == []

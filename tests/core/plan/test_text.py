@@ -270,14 +270,6 @@ def test_an_unknown_name_gets_the_closest_ones():
         plan(decoder(), MESH).explain("norm.wieght")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_everything_can_be_explained(family):
-    mesh = DeviceMesh((2, 2, 2, 2), ("replicate", "shard", "context", "tensor"))
-    made = plan(stored(family), mesh)
-    for name in (*(each.name for each in made.parameters), *made.tied, *(each.module for each in made.boundaries)):
-        assert made.explain(name).startswith(f"{name}: ")
-
-
 def test_a_plan_without_roles_says_so():
     text = plan(decoder(), DeviceMesh((2,), ("shard",))).explain("norm.weight")
     assert "1-3 role, group, boundary: not asked, since only replicate and shard have more than one rank" in text
