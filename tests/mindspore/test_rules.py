@@ -44,3 +44,7 @@ def test_what_ranks_hold_makes_the_whole_as_the_rules_say(pool, room):
     assert not [each for each in too_strict if each[1] not in NOT_YET.get(each[0], ("", set()))[1]]
     allowed = {name for name, _, _, told in found if told.startswith("[")}
     assert allowed == {name for name, *_ in found}, "every program is allowed somehow"
+
+
+def test_operators_go_by_canonical_names(pool):
+    pool("mindspore", 1).run("tests.mindspore.rule_bodies:canonical_names")

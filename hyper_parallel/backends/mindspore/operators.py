@@ -29,10 +29,13 @@ _POINTWISE = (
 """Operators that the rules know by the same name in small letters, and whose newer form ends with "Ext"."""
 
 _METHODS = (
-    "Acos Add Argmax Argmin Argsort Asin Atan Chunk Cumsum Dot Frac Imag Logsumexp Matmul Max Mean Median Min Mul Pow "
+    "Acos Add Argmax Argmin Argsort Asin Atan Chunk Cumsum Frac Imag Logsumexp Matmul Max Mean Median Min Mul Pow "
     "Prod Real Squeeze Std Sub Sum Tril Topk Unsqueeze Var Xlogy"
 )
 """Methods of tensors whose former arguments still work: as "Deprecated", and else as the rules have them."""
+
+_OVERWRITING = "Elu Exp Floor Hardtanh Log ReLU SiLU Sigmoid Sign Tanh Threshold"
+"""Functions of one tensor that "Inplace" stands before where they overwrite it."""
 
 _NAMES: dict[str, tuple[str, str | None]] = {
     "DeprecatedTranspose DeprecatedPermute": ("permute", None),
@@ -46,14 +49,22 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "DeprecatedTypeAs": ("type_as", None),
     "DeprecatedViewAs": ("view_as", None),
     "DeprecatedExpandAs": ("expand_as", None),
-    "Acosh Asinh Atanh Erfinv FastGeLU Gelu HSigmoid HSwish NanToNum DivNoNan": ("pointwise", None),
+    "Acosh AcoshExt Asinh AsinhExt Atanh Erfinv FastGeLU HSigmoid HSwish DivNoNan Logaddexp Logaddexp2": (
+        "pointwise",
+        None,
+    ),
+    "GeluExt": ("gelu", None),
+    "NanToNum": ("nan_to_num", None),
+    "IsClose": ("isclose", None),
+    "Threshold": ("threshold", None),
     "LeakyReLU LeakyReLUExt": ("leaky_relu", None),
-    "Mod FloorMod RemainderTensorTensor RemainderTensorScalar": ("remainder", None),
-    "FloorDiv": ("floor_divide", None),
+    "Mod FloorMod RemainderTensorTensor RemainderTensorScalar RemainderScalarTensor": ("remainder", None),
+    "FmodTensor FmodScalar": ("fmod", None),
+    "FloorDiv FloorDivScalar": ("floor_divide", None),
     "PowTensorScalar PowScalarTensor": ("pow", None),
     "ClampScalar ClampTensor": ("clamp", None),
-    "Equal EqualScalar": ("eq", None),
-    "NotEqual NotEqualScalar": ("ne", None),
+    "Equal EqScalar": ("eq", None),
+    "NotEqual NeScalar": ("ne", None),
     "Greater GreaterScalar": ("gt", None),
     "GreaterEqual GreaterEqualScalar": ("ge", None),
     "Less LessScalar": ("lt", None),
@@ -62,9 +73,9 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "LogicalOr": ("logical_or", None),
     "LogicalXor": ("logical_xor", None),
     "LogicalNot": ("logical_not", None),
-    "BitwiseAnd": ("bitwise_and", None),
-    "BitwiseOr": ("bitwise_or", None),
-    "BitwiseXor": ("bitwise_xor", None),
+    "BitwiseAnd BitwiseAndTensor BitwiseAndScalar": ("bitwise_and", None),
+    "BitwiseOr BitwiseOrTensor BitwiseOrScalar": ("bitwise_or", None),
+    "BitwiseXor BitwiseXorTensor BitwiseXorScalar": ("bitwise_xor", None),
     "BitwiseNot": ("bitwise_not", None),
     "IsFinite": ("isfinite", None),
     "IsInf": ("isinf", None),
@@ -72,12 +83,13 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "Add AddN AddExt AddScalar": ("add", "input other alpha"),
     "Sub SubExt SubScalar": ("sub", "input other alpha"),
     "Mul Muls": ("mul", None),
-    "Div Divs RealDiv DivMod": ("div", "input other rounding_mode"),
+    "Div Divs RealDiv DivMod DivMods": ("div", "input other rounding_mode"),
     "DivNoNan": ("pointwise", None),
     "Neg": ("neg", None),
-    "Real Imag Conj": ("identity", None),
-    "ToOther": ("type_as", None),
-    "Contiguous Identity Copy Clone CellBackwardHook ToDevice Depend": ("identity", None),
+    "Real Imag Conj RealView ImagView": ("identity", None),
+    "ToOther TypeAs": ("type_as", None),
+    "Detach": ("detach", None),
+    "Contiguous Identity Copy Clone CellBackwardHook Depend": ("identity", None),
     "StopGradient": ("detach", None),
     "Select": ("where", None),
     "MaskedFill MaskedFillScalar": ("masked_fill", None),
@@ -86,20 +98,21 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "Dense": ("linear", None),
     "All": ("all", None),
     "Any": ("any", None),
-    "MatMulExt BatchMatMulExt Mm Mv DotExt": ("matmul", None),
+    "MatMulExt BatchMatMulExt MmExt Mv Dot Vdot": ("matmul", None),
     "Outer": ("outer", None),
-    "Einsum": ("einsum", None),
+    "Einsum EinsumExt": ("einsum", None),
     "Addmm Baddbmm": ("addmm", "input left right beta alpha"),
+    "Conv1DExt": ("conv1d", None),
     "SumExt ReduceSum": ("sum", None),
     "MeanExt ReduceMean": ("mean", None),
     "ReduceMax": ("amax", None),
     "ReduceMin": ("amin", None),
     "ReduceProd ProdExt": ("prod", None),
     "Std": ("std", "input dim correction keepdim"),
-    "ReduceStd": ("std_mean", None),
+    "ReduceStd StdMean VarMean": ("std_mean", None),
     "Var": ("var", "input dim correction keepdim"),
     "LogSumExp": ("logsumexp", None),
-    "Norm LpNorm LpNormV2": ("norm", "input p dim keepdim"),
+    "Norm LinalgVectorNorm": ("norm", "input p dim keepdim"),
     "Max MaxDim": ("max", None),
     "Min MinDim": ("min", None),
     "ReduceAll AllExt": ("all", None),
@@ -110,14 +123,15 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "CumSum CumsumExt": ("cumsum", None),
     "CumProd": ("cumprod", None),
     "Cummax": ("cummax", None),
-    "Cummin": ("cummin", None),
+    "Cummin CumminExt": ("cummin", None),
     "LogSoftmax LogSoftmaxExt": ("log_softmax", None),
     "LayerNorm": ("layer_norm_from", "input weight bias begin begin_of_weights epsilon"),
-    "LayerNormExt": ("layer_norm", None),
     "RmsNorm": ("rms_norm_from", None),
-    "GLU": ("glu", None),
+    "GLU Swiglu": ("glu", None),
     "Reshape View": ("reshape", "input *shape"),
-    "FlattenExt": ("flatten", None),
+    "FlattenExt FlattenView": ("flatten", None),
+    "ViewAs": ("view_as", None),
+    "DiagonalView": ("diagonal", None),
     "Transpose TransposeView": ("permute", "input *dims"),
     "TransposeExt TransposeExtView": ("transpose", None),
     "TExt": ("transpose_last", None),
@@ -125,7 +139,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "Squeeze": ("squeeze", "input dim"),
     "BroadcastTo BroadcastToView ExpandView": ("expand", "input *shape"),
     "ExpandAs": ("expand_as", None),
-    "Tile": ("repeat", "input *repeats"),
+    "Tile Repeat": ("repeat", "input *repeats"),
     "RepeatInterleaveInt RepeatInterleaveTensor": ("repeat_interleave", None),
     "SplitTensor SplitTensorView SplitWithSize SplitWithSizeView": ("split", None),
     "Chunk ChunkView": ("chunk", None),
@@ -134,28 +148,41 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "Narrow NarrowView": ("narrow", None),
     "SliceExt SliceExtView": ("slice", None),
     "Concat": ("cat", None),
-    "StackExt": ("stack", None),
+    "StackExt Stack": ("stack", None),
     "Roll": ("roll", None),
     "ReverseV2": ("flip", "input dims"),
     "TrilExt Tril": ("tril", None),
     "TriuExt Triu": ("triu", None),
     "ConstantPadND": ("pad", "input pad value"),
+    "PadV3": ("pad", "input pad value mode"),
+    "Split": ("chunk", "input dim chunks"),
     "Gather": ("take_rows", "input index dim batch_dims"),
     "IndexSelect": ("index_select", None),
     "Embedding": ("embedding", None),
     "GatherD": ("gather", None),
-    "Scatter": ("scatter", None),
+    "Scatter ScatterValue": ("scatter", None),
     "ScatterAddExt": ("scatter_add", None),
     "IndexAddExt": ("index_add", None),
     "OneHot": ("one_hot", "input classes on off"),
     "OneHotExt": ("one_hot", None),
     "TopkExt": ("topk", None),
     "SortExt": ("sort", None),
+    "ArgSort": ("argsort", None),
+    "Kthvalue": ("kthvalue", None),
+    "SearchSorted": ("searchsorted", None),
+    "BincountExt": ("bincount", None),
+    "HistcExt": ("histc", "input bins min max"),
     "Sort": ("sort", "input dim"),
     "NonZero": ("nonzero", None),
     "NonZeroExt": ("nonzero_tuple", None),
     "MaskedSelect": ("masked_select", None),
-    "ScaledDotProductAttention": ("attention", None),
+    "FuncDropoutExt": ("dropout", None),
+    "DropoutExt": ("dropout_pair", None),
+    "BernoulliExt": ("bernoulli", None),
+    "MultinomialExt": ("multinomial", None),
+    "RandLikeExt": ("rand_like", None),
+    "RandnLike": ("randn_like", None),
+    "RandIntLike": ("randint_like", None),
     "ZerosLike ZerosLikeExt": ("zeros_like", None),
     "OnesLike OnesLikeExt": ("ones_like", None),
     "EmptyLike": ("empty_like", None),
@@ -172,6 +199,18 @@ _NAMES: dict[str, tuple[str, str | None]] = {
     "InplaceMul InplaceMuls": ("mul_", "input other"),
     "InplaceDiv InplaceDivs": ("div_", "input other"),
     "InplaceMaskedFillScalar InplaceMaskedFillTensor": ("masked_fill_", "input mask value"),
+    "InplaceDivMod InplaceDivMods": ("div_", "input other rounding_mode"),
+    "InplaceFloorDivide InplaceFloorDivides": ("floor_divide_", "input other"),
+    "InplaceRemainderTensorTensor InplaceRemainderTensorScalar": ("remainder_", "input other"),
+    "InplaceClampScalar InplaceClampTensor": ("clamp_", "input min max"),
+    "InplaceScatterSrc InplaceScatterValue": ("scatter_", "input dim index src"),
+    "InplaceScatterAdd": ("scatter_add_", "input dim index src"),
+    "InplaceIndexAddExt": ("index_add_", "input dim index source alpha"),
+    "InplaceNormal": ("normal_", None),
+    "InplaceUniform": ("uniform_", None),
+    "InplaceExponential": ("exponential_", None),
+    "InplaceRandom": ("random_", None),
+    "InplaceBernoulliScalar InplaceBernoulliTensor": ("bernoulli_", None),
     "getitem": ("getitem", None),
     "setitem_": ("setitem_", None),
     "read": ("read", None),
@@ -179,6 +218,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
 """`names: (canonical name, positional arguments where they are not those of the rule)`."""
 
 _SAME_NAMES = {f"{name} {name}Ext": (name.lower(), None) for name in _POINTWISE.split()}
+_SAME_NAMES |= {f"Inplace{name}": (f"{name.lower()}_", "input") for name in _OVERWRITING.split()}
 _SAME_NAMES |= {f"Deprecated{name}": (name.lower(), None) for name in _METHODS.split()}
 
 OPERATORS: Mapping[str, Operator] = {
@@ -204,7 +244,8 @@ def canonical(function: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Ha
     if name in QUERIES:
         return None
     if (special := _SPECIAL.get(name)) is not None:
-        return special(args)
+        parameters, normalise = special
+        return normalise(bind(parameters, args, kwargs))
     if (known := OPERATORS.get(name)) is not None:
         return known.op, bind(known.parameters, args, kwargs)
     return name, bind(parameters_of(name) or "", args, kwargs)
@@ -218,10 +259,11 @@ def _attributes(primitive: ms.ops.Primitive, name: str) -> tuple:
 _KEPT = {"Stack": ("axis",), "PadV3": ("mode",), "Tril": ("diagonal",), "Triu": ("diagonal",), "Sort": ("axis",)}
 
 
-def _matrix_product(args: tuple) -> tuple[str, dict]:
-    """`MatMul` and `BatchMatMul`, either side of which may be transposed."""
-    left, right, transpose_left, transpose_right = (*args, False, False)[:4]
-    given = {"input": left, "other": right, "transpose_input": transpose_left, "transpose_other": transpose_right}
+Given = dict[str, Any]
+
+
+def _matrix_product(given: Given) -> tuple[str, Given]:
+    """Either side may be transposed."""
     return "matmul_transposed", given
 
 
@@ -229,67 +271,75 @@ _INTEGERS = range(30, 41)
 """Numbers of the dtypes of truth values and whole numbers, in MindSpore's own count."""
 
 
-def _cast(args: tuple) -> tuple[str, dict]:
-    """`Cast` and `ToDtype` are given a dtype or its number."""
-    if isinstance(args[1], int):
-        return ("truncate" if args[1] in _INTEGERS else "cast"), {"input": args[0]}
-    return "cast", {"input": args[0], "dtype": args[1]}
+def _cast(given: Given) -> tuple[str, Given]:
+    """To a dtype, or to what has its number."""
+    if isinstance(given.get("dtype"), int):
+        return ("truncate" if given["dtype"] in _INTEGERS else "cast"), {"input": given["input"]}
+    return "cast", given
 
 
-def _split_in(args: tuple) -> tuple[str, dict]:
-    """`Split`, which is given the number of parts."""
-    return "chunk", bind("input dim chunks", args, {})
+def _strided_slice(given: Given) -> tuple[str, Given]:
+    """Without masks this is an index."""
+    if any(given.get("masks", ())):
+        return "StridedSlice with masks", given
+    slices = map(slice, given["begin"], given["end"], given["strides"])
+    return "getitem", {"input": given["input"], "index": tuple(slices)}
 
 
-def _strided_slice(args: tuple) -> tuple[str, dict]:
-    """`StridedSlice` without masks is an index."""
-    tensor, begin, end, strides, *masks = args
-    if any(masks):
-        return "StridedSlice with masks", {"input": tensor}
-    return "getitem", {"input": tensor, "index": tuple(map(slice, begin, end, strides))}
+def _slice(given: Given) -> tuple[str, Given]:
+    """Where it begins and how much it takes of each dim."""
+    ends = (None if size == -1 else begin + size for begin, size in zip(given["begin"], given["size"]))
+    return "getitem", {"input": given["input"], "index": tuple(map(slice, given["begin"], ends))}
 
 
-def _dropout(args: tuple) -> tuple[str, dict]:
-    """`Dropout` is given what is kept, and returns the mask too."""
-    return "dropout_pair", {"input": args[0], "p": 1.0 - args[1]}
+def _dropout(given: Given) -> tuple[str, Given]:
+    """By the chance to be kept."""
+    return "dropout_pair", {"input": given["input"], "p": 1.0 - given["kept"]}
 
 
-def _softmax(args: tuple) -> tuple[str, dict]:
-    """`Softmax`, whose dim may stand in a tuple."""
-    dim = args[1] if len(args) > 1 else -1
-    return "softmax", {"input": args[0], "dim": dim[0] if isinstance(dim, (tuple, list)) else dim}
+def _softmax(given: Given) -> tuple[str, Given]:
+    """The dim may stand in a tuple."""
+    dim = given.get("dim", -1)
+    return "softmax", given | {"dim": dim[0] if isinstance(dim, (tuple, list)) else dim}
 
 
-def _stack(args: tuple) -> tuple[str, dict]:
-    return "stack", bind("tensors dim", args, {})
+def _layer_norm(given: Given) -> tuple[str, Given]:
+    """By the sizes of the dims that it works on; statistics are results too."""
+    return "layer_norm_from", {"begin": -len(given.pop("shape"))} | given
 
 
-def _pad(args: tuple) -> tuple[str, dict]:
-    return "pad", bind("input pad value mode", args, {})
+def _index(given: Given) -> tuple[str, Given]:
+    return "getitem", given | {"index": tuple(given["index"])}
 
 
-def _scattered(args: tuple) -> tuple[str, dict]:
-    """`TensorScatterElements`: the last argument tells a sum from an assignment."""
-    tensor, index, source, dim, reduction = args
-    return ("scatter_add" if reduction else "scatter"), {"input": tensor, "dim": dim, "index": index, "src": source}
+def _index_put(given: Given) -> tuple[str, Given]:
+    return "setitem_", given | {"index": tuple(given["index"])}
 
 
-def _top(args: tuple) -> tuple[str, dict]:
-    return "topk", {"input": args[0], "k": args[1], "dim": -1}
+def _scattered(given: Given) -> tuple[str, Given]:
+    """The last argument tells a sum from an assignment."""
+    return ("scatter_add" if given.pop("reduction") else "scatter"), given
 
 
-_SPECIAL: Mapping[str, Callable[[tuple], tuple[str, dict]]] = {
-    "MatMul": _matrix_product,
-    "BatchMatMul": _matrix_product,
-    "Cast": _cast,
-    "ToDtype": _cast,
-    "Split": _split_in,
-    "StridedSlice": _strided_slice,
-    "Dropout": _dropout,
-    "Softmax": _softmax,
-    "Stack": _stack,
-    "PadV3": _pad,
-    "TensorScatterElements": _scattered,
-    "TopK": _top,
+def _top(given: Given) -> tuple[str, Given]:
+    """Always along the last dim."""
+    return "topk", given | {"dim": -1}
+
+
+_SPECIAL: Mapping[str, tuple[str, Callable[[Given], tuple[str, Given]]]] = {
+    "MatMul": ("input other transpose_input transpose_other", _matrix_product),
+    "BatchMatMul": ("input other transpose_input transpose_other", _matrix_product),
+    "Cast": ("input dtype", _cast),
+    "ToDtype": ("input dtype", _cast),
+    "ToDevice": ("input device dtype", _cast),
+    "StridedSlice": ("input begin end strides *masks", _strided_slice),
+    "Slice": ("input begin size", _slice),
+    "Dropout": ("input kept", _dropout),
+    "Softmax": ("input dim", _softmax),
+    "LayerNormExt": ("input shape weight bias", _layer_norm),
+    "Index": ("input index", _index),
+    "InplaceIndexPut": ("input index value accumulate", _index_put),
+    "TensorScatterElements": ("input index src dim reduction", _scattered),
+    "TopK": ("input k", _top),
 }
-"""Operators whose arguments mean something else than the rules' do."""
+"""Operators whose arguments mean something else than the rules' do: their names, and what becomes of them."""
