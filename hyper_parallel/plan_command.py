@@ -24,6 +24,7 @@ from hyper_parallel.core.plan.diff import differences
 from hyper_parallel.core.plan.model import ModelDescription, describe
 from hyper_parallel.core.plan.model_json import load_json
 from hyper_parallel.core.plan.plan import ShardingPlan
+from hyper_parallel.core.topology import Topology
 
 MOST_RANKS = 2**20
 """A mesh of more ranks than this is a slip of the finger."""
@@ -36,13 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", metavar="AXIS=SIZE,...", help="such as replicate=2,shard=4,tensor=2")
     parser.add_argument("--overrides", type=Path, metavar="FILE.yaml", help="what to decide otherwise")
+    parser.add_argument("--supernode", metavar="RANKS", help="ranks in each supernode: tells fast from slow traffic")
     parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="save the plan")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("A.yaml", "B.yaml"), help="compare two saved plans")
 
 
 def check_arguments(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """End the process with a message when the options do not go together."""
-    given = [name for name in ("model", "mesh", "overrides", "out") if getattr(options, name) is not None]
+    given = [name for name in ("model", "mesh", "overrides", "supernode", "out") if getattr(options, name) is not None]
     if options.diff and given:
         parser.error(f"--diff compares two saved plans; leave out --{given[0]}")
     if not options.diff and (options.model is None or options.mesh is None):
@@ -58,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     if options.diff:
         return _diff(*options.diff)
     mesh = parse_mesh(options.mesh)
+    topology = None if options.supernode is None else parse_supernode(options.supernode, mesh)
     asked = {} if options.overrides is None else {"overrides": options.overrides}
     plan = hyper_parallel.plan(load_model(options.model), mesh, **asked)
     if options.out is not None:
@@ -65,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             plan.save(options.out)
         except OSError as error:
             raise ConfigError(f"--out: {options.out} can't be written: {error}") from error
-    _print(plan.table())
+    _print(plan.table(topology))
     return 0
 
 
@@ -105,6 +108,22 @@ def parse_mesh(text: str) -> DeviceMesh:
     if prod(sizes.values()) > MOST_RANKS:
         raise ConfigError(f"--mesh: {text} are {prod(sizes.values()):,} ranks; write at most {MOST_RANKS:,}")
     return DeviceMesh.from_sizes(sizes)
+
+
+def parse_supernode(text: str, mesh: DeviceMesh) -> Topology:
+    """Supernodes of so many consecutive ranks.
+
+    Raises:
+        ConfigError: they do not divide the ranks of the mesh; says what to write.
+    """
+    if not re.fullmatch("0*[1-9][0-9]{0,9}", text, re.ASCII):
+        raise ConfigError(f"--supernode: {text!r} is no number of ranks; write a whole number from 1 up")
+    if mesh.size % int(text):
+        raise ConfigError(
+            f"--supernode: the {mesh.size:,} ranks of {mesh} don't fill supernodes of {int(text):,}; write a number "
+            f"that divides {mesh.size:,}"
+        )
+    return Topology.regular(mesh.size, ranks_per_machine=int(text))
 
 
 def load_model(text: str) -> Any:

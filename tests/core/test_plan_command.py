@@ -13,6 +13,7 @@ import yaml
 from hyper_parallel import ConfigError, DeviceMesh, ModelDescription, PlanError, Replicate, ShardingPlan, plan
 from hyper_parallel.cli import main
 from hyper_parallel.core.plan.diff import differences
+from hyper_parallel.core.topology import Topology
 from hyper_parallel.plan_command import load_model, parse_mesh
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,6 +30,40 @@ def test_a_description_is_planned_printed_and_saved(tmp_path, capsys):
     assert main(["plan", "--model", LLAMA, *MESH, "--out", str(tmp_path / "plan.yaml")]) == 0
     assert capsys.readouterr().out == made().table() + "\n"
     assert ShardingPlan.load(tmp_path / "plan.yaml") == made()
+
+
+def test_supernodes_tell_fast_from_slow_traffic(capsys):
+    """Ranks 0 to 3 are a supernode: `shard` stays inside of it, `replicate` crosses."""
+    assert main(["plan", "--model", LLAMA, *MESH, "--supernode", "4"]) == 0
+    told = capsys.readouterr().out
+    assert told == made().table(Topology((0,) * 4 + (1,) * 4, (0,) * 4 + (1,) * 4)) + "\n"
+    flows = [line.split() for line in told.splitlines() if line.startswith("  parameters")]
+    assert [(kind, tier) for _, kind, _, _, tier, *_ in flows] == [
+        ("all_gather", "fast"),
+        ("reduce_scatter", "fast"),
+        ("all_reduce", "slow"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0", "--supernode: '0' is no number of ranks; write a whole number from 1 up"),
+        ("four", "--supernode: 'four' is no number of ranks; write a whole number from 1 up"),
+        (
+            "3",
+            "--supernode: the 8 ranks of replicate=2xshard=4 don't fill supernodes of 3; write a number that divides 8",
+        ),
+        (
+            "16",
+            "--supernode: the 8 ranks of replicate=2xshard=4 don't fill supernodes of 16; write a number that divides "
+            "8",
+        ),
+    ],
+)
+def test_supernodes_that_can_not_be_say_what_to_write(text, message, capsys):
+    assert main(["plan", "--model", LLAMA, *MESH, "--supernode", text]) == 2
+    assert capsys.readouterr().err == f"hyper-parallel: {message}\n"
 
 
 def test_the_command_runs_as_a_process(tmp_path):
@@ -159,6 +194,7 @@ def test_a_plan_that_can_not_be_made_or_written_is_status_2(tmp_path, capsys):
         ([], "write --model and --mesh, or --diff with two saved plans"),
         (["--model", LLAMA], "write --model and --mesh"),
         (["--diff", "a.yaml", "b.yaml", "--mesh", "shard=2"], "--diff compares two saved plans; leave out --mesh"),
+        (["--diff", "a.yaml", "b.yaml", "--supernode", "2"], "--diff compares two saved plans; leave out --supernode"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message, capsys):
