@@ -1,12 +1,14 @@
 """What every rank does in test_production.py."""
 
+import importlib
+
 import numpy as np
 
 import hyper_parallel as hp
 from hyper_parallel.core.execution.apply import execution_of
 from tests.equivalence.decoder_bodies import build
 
-DATA = ("replicate", "shard")
+DATA = ("replicate", "shard", "expert")
 
 
 def own_ids(plan, rank, ids):
@@ -92,3 +94,43 @@ def refusals(backend, config, weights):
     hp.parallelize(model, plan)
     refused("twice", model, plan)
     return messages
+
+
+# Experts
+
+EXPERTS = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "moe_intermediate_size": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+}
+
+
+def experts(backend, idle):
+    """The model of experts with fixed values; with `idle` nobody chooses the last four of them."""
+    model = importlib.import_module(f"tests.equivalence.moe_{backend.name}").Model(EXPERTS)
+    values = {}
+    for use in backend.modules.parameter_uses(model):
+        value = np.random.default_rng(sum(use.name.encode())).normal(size=tuple(use.parameter.shape)) * 0.5
+        if idle and use.name.endswith("gate.weight"):
+            value = np.array([4.0, 3.0, -4.0, -3.0, 1.0, 0.5, -0.5, -1.0])[:, None] * value[:1]
+        values[use.name] = value.astype("float32")
+    backend.modules.load_parameters(model, values)
+    return model
+
+
+def step_of_experts(backend, ids, sizes, idle):
+    """The largest error of the loss, and of each gradient, over the largest element of that of one device."""
+    whole, model, rank = experts(backend, idle), experts(backend, idle), backend.collectives.rank()
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes(sizes))
+    hp.parallelize(model, plan)
+    expected_loss, expected, _ = gradients_of(backend, whole, ids)
+    loss, found, _ = gradients_of(backend, model, own_ids(plan, rank, ids))
+    errors = {"loss": abs(np.mean(backend.collectives.gather_objects(loss)) / expected_loss - 1)}
+    for name, gradient in expected.items():
+        part = plan.layout(name).shard(gradient, rank)
+        assert found[name].shape == part.shape, name
+        errors[name] = float(np.abs(found[name] - part).max(initial=0) / np.abs(gradient).max())
+    return errors

@@ -70,3 +70,11 @@ def test_mistakes_are_refused_by_every_rank_before_anything_is_changed(pool, bac
         assert "LayoutError: the mesh tensor=4 has 4 ranks, 0 to 3, but 2 have joined" in messages["mesh"]
         assert "ConfigError: parallelize: this plan is for the mesh context=2" in messages["context"]
         assert "PlanError" in messages["twice"] and "sharded already" in messages["twice"]
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["busy", "idle"])
+@pytest.mark.parametrize("sizes", [{"expert": 2, "tensor": 2}, {"expert": 4}, {"shard": 2, "expert": 2}], ids=str)
+def test_tokens_travel_to_their_experts(pool, backend_name, sizes, idle):
+    ids = np.random.default_rng(5).integers(0, 24, (4, 6))
+    for errors in pool(backend_name, 4).run(production_bodies.step_of_experts, ids, sizes, idle):
+        assert max(errors.values()) < 5e-6, errors  # float32, as above

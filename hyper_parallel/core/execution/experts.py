@@ -9,11 +9,12 @@ experts only; the results travel back and are summed up. Gradients travel the ot
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor
+from hyper_parallel.core.backend import Backend, Group, Module, Tensor
 from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.facts import Facts
@@ -27,30 +28,25 @@ WHOLE_NUMBERS = ("int32", "int64")
 
 
 class _Trip(NamedTuple):
-    """Where the rows of one call have gone: what this rank sent to each, what has come, and each choice's place among
-    what it sent."""
+    """Where the rows of one call have gone: how many to each rank, how many have come, the place of each choice among
+    those that went, and the shape `[N, K]` of the choices."""
 
     sent: list[int]
     received: list[int]
     places: Tensor
-    choices: int
+    shape: tuple[int, int]
 
 
 class Dispatch:
-    """What stands around a module of experts on this rank: it holds `count` of them, from `start` on."""
+    """What stands around a module of experts, of which every rank holds the next `count`."""
 
-    def __init__(
-        self, backend: Backend, name: str, uses: Sequence[ParameterUse], mesh: DeviceMesh, start: int, count: int
-    ):
+    def __init__(self, backend: Backend, name: str, mesh: DeviceMesh, count: int):
         self._backend = backend
         self._name = name
-        self._uses = uses
         self._mesh = mesh
         self._ranks = mesh.axis_size("expert")
-        self._start = start
         self._count = count
         self._trip: _Trip | None = None
-        self._arrived: tuple[Tensor, ...] = ()
 
     @cached_property
     def _group(self) -> Group:
@@ -70,26 +66,20 @@ class Dispatch:
         order, owners = self._order(chosen)
         sent = np.bincount(owners, minlength=self._ranks).tolist()
         received = self._counts(sent)
-        from_numpy, choices = self._backend.tensors.from_numpy, int(chosen.shape[1])
+        from_numpy, shape = self._backend.tensors.from_numpy, tuple(int(size) for size in chosen.shape)
         rows = from_numpy(order)
-        self._trip = _Trip(sent, received, from_numpy(np.argsort(order, kind="stable")), choices)
-        experts = self._exchange(chosen.reshape(-1, 1)[rows], sent, received) - self._start
-        tokens = self._exchange(tokens[from_numpy(order // choices)], sent, received)
+        self._trip = _Trip(sent, received, from_numpy(np.argsort(order, kind="stable")), shape)
+        experts = self._exchange((chosen % self._count).reshape(-1, 1)[rows], sent, received)
+        tokens = self._exchange(tokens[from_numpy(order // shape[1])], sent, received)
         weights = self._exchange(weights.reshape(-1, 1)[rows], sent, received)
-        self._arrived = tokens, weights
         named |= dict(zip(keys, (tokens, experts, weights)))
         return tuple(named[place] for place in range(len(args))), {key: named[key] for key in kwargs}
 
     def leave(self, output: Tensor) -> Tensor:
         """For each token that this rank has sent the sum of its experts' results, `[N, H]`."""
         trip, self._trip = self._trip, None
-        arrived, self._arrived = self._arrived, ()
-        if not sum(trip.received):
-            # No operator has made the output depend on anything, but gradients must travel on every rank or on none.
-            for each in (*arrived, *(getattr(use.owner, use.attribute) for use in self._uses)):
-                output = output + (each.sum() * 0).to(output.dtype)
         results = self._exchange(output, trip.received, trip.sent)[trip.places]
-        return results.reshape((-1, trip.choices, *results.shape[1:])).sum(1)
+        return results.reshape((*trip.shape, *results.shape[1:])).sum(1)
 
     def _find(self, named: dict[Any, Any]) -> tuple[Any, Any, Any]:
         """The keys of tokens, choices and weights among the arguments."""
@@ -127,41 +117,37 @@ class Dispatch:
         return tensors.to_numpy(counts).tolist()
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows of equal length, sorted by destination, for those that come from each rank."""
+        """Rows of equal length, sorted by destination, for those that come from each rank; a row of zeros where none
+        comes. So the module's code always has something to run on, and gradients travel on every rank or on none."""
         width = tuple(int(size) for size in rows.shape[1:])
-
-        def travel(tensor: Tensor, out: list[int], back: list[int]) -> Tensor:
-            tensors, each = self._backend.tensors, int(np.prod(width))
-            arrived = tensors.buffer(tensor, sum(back) * each)
-            splits = [count * each for count in back], [count * each for count in out]
-            self._backend.collectives.all_to_all(arrived, tensors.flat(tensor), self._group, *splits)
-            return tensors.alias(arrived, 0, (sum(back), *width))
-
         return self._backend.autograd.differentiable(
             rows,
-            lambda tensor: (travel(tensor, sent, received), None),
-            lambda gradient, _: travel(gradient, received, sent),
+            lambda tensor: (self._travel(tensor, width, sent, received), None),
+            lambda gradient, _: self._travel(gradient, width, received, sent),
         )
+
+    def _travel(self, tensor: Tensor, width: tuple[int, ...], sent: list[int], received: list[int]) -> Tensor:
+        tensors, each = self._backend.tensors, prod(width)
+        going, coming = sum(sent) * each, sum(received) * each
+        outgoing = tensors.alias(tensors.flat(tensor), 0, (going,))  # not the row of zeros
+        arrived = tensors.buffer(tensor, coming or each, zero=not coming)
+        splits = [count * each for count in received], [count * each for count in sent]
+        self._backend.collectives.all_to_all(tensors.alias(arrived, 0, (coming,)), outgoing, self._group, *splits)
+        return tensors.alias(arrived, 0, (sum(received) or 1, *width))
 
 
 def find_dispatches(facts: Facts, found: Adaptations) -> None:
     """Let tokens travel around every module of packed experts that `expert` deals out."""
-    mesh = facts.plan.mesh
-    for name, uses in _packed(facts).items():
-        total, module = facts.plan[uses[0].name].shape[0], uses[0].owner
-        count = total // mesh.axis_size("expert")
-        start = mesh.coordinate(facts.rank, "expert") * count
-        found.regions[name] = Dispatch(facts.backend, name, uses, mesh, start, count)
-        for attribute in EXPERT_COUNTS:
-            if vars(module).get(attribute) == total:
-                found.show(module, attribute, count)
-
-
-def _packed(facts: Facts) -> dict[str, list[ParameterUse]]:
-    """The parameters of every module of packed experts that `expert` deals out."""
-    packed: dict[str, list[ParameterUse]] = {}
+    ranks = facts.plan.mesh.axis_size("expert")
     for parameter in facts.plan.parameters:
         if parameter.placements.get("expert") == Shard(0):
             for use in facts.uses[parameter.name]:
-                packed.setdefault(use.name.rpartition(".")[0], []).append(use)
-    return packed
+                name = use.name.rpartition(".")[0]
+                found.regions[name] = Dispatch(facts.backend, name, facts.plan.mesh, parameter.shape[0] // ranks)
+                _count_own(found, use.owner, parameter.shape[0], ranks)
+
+
+def _count_own(found: Adaptations, module: Module, experts: int, ranks: int) -> None:
+    for attribute in EXPERT_COUNTS:
+        if vars(module).get(attribute) == experts:
+            found.show(module, attribute, experts // ranks)
