@@ -134,6 +134,12 @@ def infer(call: Call) -> tuple[tuple[State, ...], ...]:
             by_axis.append(_infer_along(found, View(call, place)))
         except RuleError as error:
             raise type(error)(error.reason, error.legal, axis) from None
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise UnknownOperator(
+                f"{call.op} is called in a form that its rule does not know ({type(error).__name__}: {error})",
+                "another form of the call, or hyper_parallel.register_rule with a rule that knows it",
+                axis,
+            ) from error
     return tuple(zip(*by_axis))
 
 

@@ -169,6 +169,16 @@ def test_an_unknown_operator_is_refused_with_the_line_that_registers_it(own_tabl
     assert state("my_gelu_", input=T(2, state=cut(0))) == cut(0)
 
 
+def test_a_call_in_an_unknown_form_is_refused_and_says_why():
+    with pytest.raises(UnknownOperator) as error:
+        state("reshape", input=T(4), shape=(None,))
+    assert str(error.value).startswith(
+        "axis 'tensor': reshape is called in a form that its rule does not know (TypeError"
+    )
+    with pytest.raises(UnknownOperator, match="KeyError: 'other'"):
+        state("matmul", input=T(4, 4))
+
+
 def test_a_registered_rule_may_name_its_arguments_otherwise(own_table):
     register_rule("my_linear", like="linear", arguments="weight input")
     assert table.parameters_of("my_linear") == "weight input"
