@@ -78,3 +78,11 @@ def test_tokens_travel_to_their_experts(pool, backend_name, sizes, idle):
     ids = np.random.default_rng(5).integers(0, 24, (4, 6))
     for errors in pool(backend_name, 4).run(production_bodies.step_of_experts, ids, sizes, idle):
         assert max(errors.values()) < 5e-6, errors  # float32, as above
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"shard": 2}], ids=str)
+def test_inside_of_boundaries_runs_what_runs_without_a_plan(pool, backend_name, sizes):
+    case = random_case(batch=2)
+    for without, found in pool(backend_name, 2).run(production_bodies.calls_in_blocks, *case, sizes):
+        assert len(found) == 4 and all(len(names) > 20 for names in found.values())
+        assert found == without
