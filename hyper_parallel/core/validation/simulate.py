@@ -243,8 +243,8 @@ class _Trusting:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._forward(*args, **kwargs)
-        except ContractError:
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, ContractError) and error.__cause__ is None:
+                raise  # what the rules refuse; what the framework refuses has its error as cause
             self._run.trusted.append(self._name)
             return self._run.following.trusted(self._name, args, kwargs)
