@@ -41,6 +41,12 @@ def test_each_repeated_block_is_a_unit_and_the_rest_belongs_to_the_model():
     assert made.layout("layers.0.norm.weight").local_shape(1) == (1,)
 
 
+def test_experts_in_a_list_outside_of_blocks_are_no_units():
+    """Not every rank calls each of them, and so not every rank would gather it."""
+    made = plan(description(("mlp.experts.0.up.weight", (4, 4)), ("mlp.experts.1.up.weight", (4, 4))), MESH)
+    assert [unit.name for unit in made.units] == [""]
+
+
 def test_a_parameter_tied_across_blocks_belongs_to_the_model():
     made = plan(description(("layers.0.w", (4,)), ("layers.1.v", (4,)), tied={"layers.1.w": "layers.0.w"}), MESH)
     assert made["layers.0.w"].unit == "" and made["layers.1.v"].unit == "layers.1"

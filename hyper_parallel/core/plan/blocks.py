@@ -13,6 +13,7 @@ from typing import Sequence
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.model import ModelDescription
+from hyper_parallel.core.plan.names import block_of
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.templates import Streams
 
@@ -38,6 +39,16 @@ class Blocks:
         """The layouts around a module."""
         block = block_of(module)
         return self.streams if block and block.rpartition(".")[0] in self.lists else self._around
+
+    def streams_beside(self, module: str, side: str) -> Streams:
+        """The layouts on one side ("inputs" or "outputs") of a module: at an edge of the blocks those outside."""
+        edge = self.first if side == "inputs" else self.last
+        return self.streams_at("" if module == edge else module)
+
+    def holds(self, outer: str, module: str, side: str) -> bool:
+        """Tell whether hidden states on one side of a module are those inside of `outer`, a module around it: no edge
+        of the blocks lies between them."""
+        return self.streams_at(outer) == self.streams_beside(module, side)
 
     @property
     def _around(self) -> Streams:
@@ -83,20 +94,11 @@ def find_blocks(model: ModelDescription, roles: RoleResult, streams: Streams) ->
     """The blocks of a model."""
     if not streams.sequence_parallel:
         return Blocks(streams)
-    families = {name: ROLES[each.role].boundary for name, each in roles.assignments.items()}
-    found = dict.fromkeys(block_of(name) for name, family in families.items() if family != "whole")
+    owners = {name.rpartition(".")[0]: ROLES[each.role].boundary != "whole" for name, each in roles.assignments.items()}
+    found = dict.fromkeys(block_of(module) for module, is_known in owners.items() if is_known)
     lists = tuple(dict.fromkeys(block.rpartition(".")[0] for block in found if block))
     if not lists:
         return Blocks(streams)
-    listed = {block for block in map(block_of, (*model.modules, *families)) if block.rpartition(".")[0] == lists[0]}
+    listed = {block for block in map(block_of, (*model.modules, *owners)) if block.rpartition(".")[0] == lists[0]}
     blocks = sorted((block for block in listed if block), key=lambda block: int(block.rpartition(".")[2]))
     return Blocks(streams, lists, blocks[0], blocks[-1])
-
-
-def block_of(module: str) -> str:
-    """The outermost list element that a module or parameter is or stands in, else ""."""
-    segments = module.split(".")
-    for index, segment in enumerate(segments):
-        if segment.isdigit():
-            return ".".join(segments[: index + 1])
-    return ""

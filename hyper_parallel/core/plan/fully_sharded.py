@@ -9,6 +9,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Shard
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
+from hyper_parallel.core.plan.names import block_around
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan, UnitPlan
 
 ROOT = ""
@@ -19,8 +20,8 @@ def plan_fully_sharded(model: ModelDescription, mesh: DeviceMesh) -> ShardingPla
     """Shard every parameter along its first dim over the `shard` axis, replicated over `replicate`.
 
     A unit is a repeated block: the outermost module on a path whose last segment is a number, as the elements of a
-    list of layers are. Parameters outside of blocks, and those tied across units, belong to the model itself, which
-    stays gathered from forward to backward.
+    list of layers are; but no expert, which not every rank calls. Parameters outside of blocks, and those tied across
+    units, belong to the model itself, which stays gathered from forward to backward.
 
     Raises:
         PlanError: the mesh has an axis that this plan gives nothing to do.
@@ -47,20 +48,11 @@ def units_of(model: ModelDescription, parameters: Iterable[ParameterPlan]) -> tu
 
 def units_by_parameter(model: ModelDescription) -> dict[str, str]:
     """The unit of each parameter: its block, or the model itself."""
-    units = {each.name: _block(each.name) for each in model.parameters}
+    units = {each.name: block_around(each.name) or ROOT for each in model.parameters}
     for other, first in model.tied.items():
-        if _block(other) != units[first]:
+        if block_around(other) != units[first]:
             units[first] = ROOT
     return units
-
-
-def _block(name: str) -> str:
-    """The outermost list element on the path of a parameter, else the root."""
-    segments = name.split(".")[:-1]
-    for index, segment in enumerate(segments):
-        if segment.isdigit():
-            return ".".join(segments[: index + 1])
-    return ROOT
 
 
 def _plan_parameter(parameter: ParameterDescription, mesh: DeviceMesh, unit: str) -> ParameterPlan:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Container, Iterable, Iterator, Sequence
 from hyper_parallel.core.plan.assignment import Assignment, RoleResult
 from hyper_parallel.core.plan.cut_sizes import HEADS, CutSize, cut_sizes
 from hyper_parallel.core.plan.grouping import Group
-from hyper_parallel.core.plan.names import parse
+from hyper_parallel.core.plan.names import block_around, parse
 from hyper_parallel.core.plan.role_rules import LIST_CLASSES, ROLES, WRAPPERS
 from hyper_parallel.core.plan.roles import all_names
 from hyper_parallel.core.plan.templates import Member, scopes
@@ -147,7 +147,7 @@ class WholeParameters:
         if not part or place.module == part or part.startswith(f"{place.module}."):
             return None
         known = (each for each in self._below.get(part, ()) if each not in self.places)
-        if part == _block(name):
+        if part == block_around(name):
             known = (each for each in known if self._family(each) in ("router", "experts"))
         other = next(known, None)
         if other is None:
@@ -158,7 +158,7 @@ class WholeParameters:
     def _part(self, name: str) -> str:
         """The part of its block in which a parameter stands: what holds the experts, else a child of the block; "" for
         one in no block."""
-        block, path = _block(name), name.split(".")[:-1]
+        block, path = block_around(name), name.split(".")[:-1]
         if not block:
             return ""
         depth = len(block.split("."))
@@ -183,7 +183,7 @@ class WholeParameters:
         if size == self._hidden:
             message += f"; {size} is the hidden size too, and nothing tells which it is"
         units = dict.fromkeys(module for each in found for module in self._unit(each.module))
-        if not _block(name):
+        if not block_around(name):
             units = dict.fromkeys(numberless(module) for module in units)
         axes = [axis for axis in _AXES if any(each.axis == axis for each in found)]
         return Conflict(message, self._lines(name, units, axes))
@@ -213,7 +213,7 @@ class WholeParameters:
             return self._sizes_of(self._unit(place.inside))
         if place.module and self._takes_and_gives_hidden(place.module):
             return {}
-        block = _block(name)
+        block = block_around(name)
         if block:
             halves = [each.module for each in self._groups_below.get(block, ()) if self._is_half(each.module)]
             sizes = self._sizes_of((block,))
@@ -320,9 +320,3 @@ def _finding(rule: str, name: str, message: str, conflict: Conflict) -> Finding:
 
 def _cuts(axes: Sequence[str]) -> str:
     return f"{axes[0]} cuts" if len(axes) == 1 else f"{' and '.join(axes)} cut"
-
-
-def _block(name: str) -> str:
-    """The outermost list element on a parameter's path, else ""."""
-    path = name.split(".")[:-1]
-    return next((".".join(path[: end + 1]) for end, segment in enumerate(path) if segment.isdigit()), "")

@@ -42,6 +42,23 @@ def acts_in(name: Name) -> tuple[str, ...]:
     return name.path[:depth]
 
 
+def block_of(module: str) -> str:
+    """The repeated block that a module is or stands in: the outermost list element on its path, else "". Experts in a
+    list, each called for its own tokens and perhaps not at all, are no blocks, nor is what stands in them."""
+    segments = module.split(".")
+    for index, segment in enumerate(segments):
+        if segment == "experts":
+            break
+        if segment.isdigit():
+            return ".".join(segments[: index + 1])
+    return ""
+
+
+def block_around(name: str) -> str:
+    """The repeated block that a parameter stands in, else ""."""
+    return block_of(name.rpartition(".")[0])
+
+
 _SPECIAL = WRAPPERS | NAMED_WRAPPERS | ADAPTERS.keys()
 
 

@@ -171,17 +171,17 @@ def _all_with(owner: int, ranks: int) -> RaggedShard:
 def _with_given(
     parameter: ParameterDescription, assignment: Assignment, placed: Placed, given: Mapping[str, Placement]
 ) -> Placed:
-    """What a user decides. A parameter is cut as its role says, or whole: another cut is another computation."""
-    problems, placements = list(placed.problems), dict(placed.placements)
+    """What a user decides. A parameter is cut as its role says, or whole: another cut is another computation, and is
+    told, not made."""
+    problems = list(placed.problems)
+    role = "none" if assignment.role == "whole" else assignment.role
     for axis, each in given.items():
         usual = placed.placements.get(axis, Replicate())
         if each not in (usual, Replicate()):
             whole = "is kept whole" if usual == Replicate() else f"is cut as {usual}"
-            message = f"{axis}: {each}, but the role {assignment.role} {whole} over {axis}"
+            message = f"{axis}: {each}, but the role {role} {whole} over {axis}"
             problems.append(Problem("consistent", message, f"{parameter.name}: {{placements: {{{axis}: auto}}}}"))
-        if each != Replicate():
-            placements[axis] = each
-    return replace(placed, placements=placements, problems=tuple(problems))
+    return replace(placed, problems=tuple(problems))
 
 
 def with_shard(

@@ -14,6 +14,7 @@ from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.blocks import Blocks
 from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, active
 from hyper_parallel.core.plan.model import ModelDescription
+from hyper_parallel.core.plan.names import block_of
 from hyper_parallel.core.plan.placing import Placed
 from hyper_parallel.core.plan.role_rules import LIST_CLASSES
 from hyper_parallel.core.plan.templates import Member, Scope, Streams
@@ -34,7 +35,7 @@ class Place:
 def whole_places(model: ModelDescription, roles: RoleResult, kinds: Mapping[str, str]) -> dict[str, Place]:
     """The place of every name with the role `whole`.
 
-    Its module is the outermost element of a list, or part of one, that holds nothing else than whole parameters and is
+    Its module is the outermost block, or part of one, that holds nothing else than whole parameters and is
     no list itself.
     """
     whole = [name for name, each in roles.assignments.items() if each.role == "whole"]
@@ -56,10 +57,8 @@ def _place(name: str, mixed: set[str], model: ModelDescription, kinds: Mapping[s
     around = next((each for each in above(name) if each and kinds.get(each, "whole") != "whole"), "")
     if around:
         return Place(inside=around)
-    listed = False
     for module in reversed(list(above(name))):
-        listed = listed or module.rpartition(".")[2].isdigit()
-        if listed and module not in mixed and model.modules.get(module) not in LIST_CLASSES:
+        if block_of(module) and module not in mixed and model.modules.get(module) not in LIST_CLASSES:
             return Place(module)
     return Place()
 

@@ -345,6 +345,28 @@ def test_a_cut_that_the_role_does_not_have(axis, placement, usual):
     assert found.line == f"model.layers.0.mlp.up_proj.weight: {{placements: {{{axis}: auto}}}}"
 
 
+@pytest.mark.parametrize("placement", ["shard(0)", "shard(1)", "shard(2)", "strided_shard(0, 2)"])
+@pytest.mark.parametrize("axis", ["tensor", "expert", "context"])
+@pytest.mark.parametrize("name", ["input_layernorm.weight", "mlp.**"])
+def test_a_cut_of_what_has_the_role_none_is_told_once(name, axis, placement):
+    asked = {"parameters": {f"model.layers.1.{name}": {"role": "none", "placements": {axis: placement}}}}
+    found = mended("llama", {axis: 2}, asked)
+    assert {each.rule for each in found} == {"consistent"}
+    assert {each.message for each in found} == {f"{axis}: {placement}, but the role none is kept whole over {axis}"}
+    assert {each.line.partition(": ")[2] for each in found} == {f"{{placements: {{{axis}: auto}}}}"}
+    assert len(found) == len({each.where for each in found})
+
+
+def test_a_cut_that_can_not_be_is_told_once():
+    asked = {"parameters": {"model.layers.*.input_layernorm.weight": {"placements": {"tensor": "shard(2)"}}}}
+    (found,) = mended("llama", TWO, asked)
+    assert str(found) == (
+        "[consistent] model.layers.0.input_layernorm.weight and 1 more like it: tensor: shard(2), but the role norm is "
+        "kept whole over tensor ('input_layernorm.weight' is a norm: 32 features: hidden_size); write below "
+        "`parameters:`\n    model.layers.*.input_layernorm.weight: {placements: {tensor: auto}}"
+    )
+
+
 def test_fused_blocks_cut_as_one():
     asked = {"parameters": {"model.layers.*.mlp.gate_up_proj.weight": {"placements": {"tensor": "shard(0)"}}}}
     (found,) = mended("phi3", TWO, asked)
