@@ -27,13 +27,13 @@ def test_the_plan_of_every_family_holds_and_gives_the_models_gradients(family, s
 
 
 BROKEN = [
-    ("llama", False, 60),
-    ("llama", True, 60),
-    ("qwen3", True, 40),
-    ("mixtral", True, 40),
-    ("qwen3_moe", False, 40),
-    ("phi3", False, 40),
-    ("gpt2", True, 40),
+    ("llama", False, 30),
+    ("llama", True, 30),
+    ("qwen3", True, 20),
+    ("mixtral", True, 20),
+    ("qwen3_moe", False, 20),
+    ("phi3", False, 20),
+    ("gpt2", True, 20),
 ]
 """Family, sequence parallelism, and how many of all ways to change its plan in one place are tried."""
 

@@ -1,0 +1,41 @@
+"""Following MindSpore's tensors: every way through MindSpore that its interception misses, and gradients."""
+
+from tests.mindspore import validation_bodies
+
+EXPECTED = {
+    "x[0]": "shard(0)",
+    "x.T": "shard(0)",
+    "sum": "shard(0)",
+    "matmul": "partial",
+}
+"""States of results that are not cut along the last of two dims."""
+
+
+def test_what_comes_of_a_followed_tensor_is_followed_on_every_way(pool):
+    [states] = pool("mindspore", 1).run(validation_bodies.operators)
+    assert states == {name: EXPECTED.get(name, "shard(1)") for name in states}
+    assert len(states) == 18
+
+
+def test_values_are_read_of_what_is_whole_and_of_nothing_else(pool):
+    [(read, told)] = pool("mindspore", 1).run(validation_bodies.values)
+    assert read == [3.0, 3, True, 3.0, 3.0, 3.0]
+    assert told == [True] * 5
+
+
+def test_followed_tensors_are_written_copied_and_printed(pool):
+    [found] = pool("mindspore", 1).run(validation_bodies.objects)
+    assert found.pop("written") == [5.0] * 4
+    assert found.pop("copy") == "shard(0)"
+    assert all(found.values())
+
+
+def test_gradients_are_those_of_plain_tensors(pool):
+    [(same, seen)] = pool("mindspore", 1).run(validation_bodies.gradients)
+    assert same
+    assert seen == [(3, 4)]
+
+
+def test_a_plan_holds_without_devices(pool):
+    [told] = pool("mindspore", 1).run(validation_bodies.on_zeros)
+    assert told == [((0, 3), 11, True, ()), ((0, 3), 13, True, ())]
