@@ -33,11 +33,9 @@ _BIGCODE = ("GPTBigCodeAttention", "GPTBigCodeFlashAttention2", "GPTBigCodeSdpaA
 
 FUSED_ATTENTION: tuple[FusedAttention, ...] = (
     FusedAttention("concatenated", "each", ("GPT2Attention", "GPT2SdpaAttention", "GPT2FlashAttention2"), ("gpt2",)),
+    # Concatenated, and taken apart where the configuration's number of heads says, which no module can be told.
     FusedAttention(
-        "concatenated",
-        "num_key_value_heads",
-        ("Phi3Attention", "Phi3SdpaAttention", "Phi3FlashAttention2"),
-        ("phi3",),
+        "woven", "num_key_value_heads", ("Phi3Attention", "Phi3SdpaAttention", "Phi3FlashAttention2"), ("phi3",)
     ),
     FusedAttention("concatenated", "each", ("MptAttention",), ("mpt",)),
     FusedAttention("concatenated", "each", (), ("openai-gpt",)),

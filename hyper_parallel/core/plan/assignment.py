@@ -45,10 +45,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class RoleResult:
-    """Pass 1 of a model. Every name of every parameter, tied ones included, is in exactly one of the two.
+    """Pass 1 of a model. Every name of every parameter, tied ones included, is in exactly one of the first two.
 
-    `unknown` maps a name to what was tried, a sentence each.
+    `unknown` maps a name to what was tried, a sentence each. `hidden` is the width of hidden states that names were held
+    against, 0 where nothing tells it.
     """
 
     assignments: Mapping[str, Assignment]
     unknown: Mapping[str, list[str]]
+    hidden: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Iterable, Mapping
 
 from hyper_parallel.core.errors import PlanError
@@ -14,7 +15,7 @@ from hyper_parallel.core.placement import Placement, Replicate
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.blocks import Blocks, find_blocks
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
-from hyper_parallel.core.plan.contracts import BoundaryPlan, active
+from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, active
 from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_sharded, units_by_parameter, units_of
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint import lint, report
@@ -44,6 +45,11 @@ class Draft:
     blocks: Blocks
     usual: Mapping[str, BoundaryPlan]
     misfits: tuple[str, ...] = ()
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each name, tied and unknown ones too."""
+        return {each.name: each.shape for each in all_names(self.model)}
 
     @property
     def holder(self) -> dict[str, str]:
@@ -81,6 +87,7 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
         roles = RoleResult(
             {name: each for name, each in roles.assignments.items() if name not in strange},
             {**roles.unknown, **{name: [why] for name, why in strange.items()}},
+            roles.hidden,
         )
         groups = group(model, roles)
     described = {each.name: each for each in all_names(model)}
@@ -92,9 +99,9 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     streams_at = {each.module: blocks.streams_at(each.module) for each in groups}
     for each in groups:
         around = Surroundings(mesh, streams_at[each.module].sequence_parallel, experts.get(each.module))
-        for name in each.parameters:
-            placed = place(described[name], roles.assignments[name], around, overrides.placements(name))
-            members[name] = Member(described[name], roles.assignments[name], placed)
+        members |= _placed(each, around, described, roles, overrides)
+        if kinds[each.module] == "attention" and any(members[name].placed.gathers for name in each.parameters):
+            members |= _placed(each, replace(around, all_heads=True), described, roles, overrides)
     scope_of = scopes(groups, kinds, members)
     for each in groups:
         for name in each.parameters:
@@ -109,8 +116,30 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     acts_in = {name: each.module for each in groups for name in each.parameters}
     acts_in |= {name: place.module or place.inside for name, place in places.items()}
     _settle_by_token(members, acts_in, plans, kinds, mesh)
+    for name in places:
+        if (said := overrides.pending(name)) is not None:
+            axes = tuple(axis for axis in active(mesh) if axis in BATCH_AXES or axis in said)
+            members[name] = replace(members[name], placed=replace(members[name].placed, pending=axes))
     by_module = {plan.module: plan for plan in usual if plan.kind != "region"}
     return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), blocks, by_module, tuple(misfits))
+
+
+def _placed(
+    group: Group,
+    around: Surroundings,
+    described: Mapping[str, ParameterDescription],
+    roles: RoleResult,
+    overrides: Overrides,
+) -> dict[str, Member]:
+    """The members of one group, each placed."""
+    return {
+        name: Member(
+            described[name],
+            roles.assignments[name],
+            place(described[name], roles.assignments[name], around, overrides.placements(name)),
+        )
+        for name in group.parameters
+    }
 
 
 def _settle_by_token(
@@ -135,7 +164,9 @@ def _settle_by_token(
 
 
 def hidden_size(parameters: Iterable[ParameterDescription], roles: RoleResult) -> int:
-    """Width of the hidden states: what norms work on, else the input of attention, else 1."""
+    """Width of the hidden states: what pass 1 knows, else what norms work on, else the input of attention, else 1."""
+    if roles.hidden:
+        return roles.hidden
     sizes = {each.name: each.shape for each in parameters}
     for role, dim in (("norm", 0), ("query", None), ("qkv", None), ("latent", None)):
         for name, assignment in roles.assignments.items():

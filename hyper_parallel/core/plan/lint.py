@@ -12,8 +12,9 @@ from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
+from hyper_parallel.core.plan.lint_sequence import lint_sequence
 from hyper_parallel.core.plan.lint_whole import WholeParameters
-from hyper_parallel.core.plan.placing import DATA_PARALLEL, with_shard
+from hyper_parallel.core.plan.placing import DATA_PARALLEL, is_of_heads, with_shard
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.roles import assign_roles
 from hyper_parallel.core.plan.templates import Member, scopes
@@ -30,7 +31,8 @@ def lint(draft: Draft) -> list[Violation]:
     """Every violation of a draft, alike ones of many layers together."""
     whole, taken = WholeParameters(draft), list(_roles_taken(draft))
     findings = [*_axes(draft), *_unknown(draft, whole), *whole.misplaced({each.where for each in taken})]
-    rules = (_problems, _groups, _placements, _tied, _partners, lint_boundaries)
+    findings += lint_sequence(draft, {name: each for name, each in whole.places.items() if whole.stays_alone(name)})
+    rules = (_pending, _problems, _groups, _placements, _tied, _partners, lint_boundaries)
     others = [*taken, *(finding for rule in rules for finding in rule(draft))]
     findings += [finding for finding in others if not whole.explain(finding)]
     modules = dict.fromkeys([*(plan.module for plan in draft.boundaries), *draft.kinds, *draft.model.modules])
@@ -45,6 +47,15 @@ def lint(draft: Draft) -> list[Violation]:
 def _axes(draft: Draft) -> Iterator[Finding]:
     if draft.mesh.axis_size("pipeline") > 1:
         yield Finding("axis", "", f"the mesh {draft.mesh} has a pipeline, which is not planned; leave that axis out")
+
+
+def _pending(draft: Draft) -> Iterator[Finding]:
+    """Pending axes by hand where a role decides them."""
+    for name in draft.overrides.parameters:
+        member = draft.members.get(name)
+        if member and draft.overrides.pending(name) is not None and member.assignment.role != "whole":
+            message = f"is {member.assignment.role}, which decides along which axes its gradient is pending"
+            yield Finding("override", name, message, name, "{pending: auto}", because=member.assignment.rule)
 
 
 def _unknown(draft: Draft, whole: WholeParameters) -> Iterator[Finding]:
@@ -169,6 +180,8 @@ def _partners(draft: Draft) -> Iterator[Finding]:
     for each in draft.groups:
         own = [draft.members[name] for name in each.parameters]
         featured = [member for member in own if _is_featured(member) and not _is_few(member, ranks)]
+        if any(member.placed.gathers for member in own):
+            featured = [each for each in featured if not is_of_heads(each.description, each.assignment)]
         dealt = [m for m in own if m.assignment.expert_dim is not None or m.assignment.expert is not None]
         for axis, members in (("tensor", featured), ("expert", dealt)):
             cut = [member for member in members if axis in member.placed.placements]

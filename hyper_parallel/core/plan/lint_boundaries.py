@@ -32,7 +32,6 @@ def lint_boundaries(draft: Draft) -> Iterator[Finding]:
     impossible = _impossible(draft)
     yield from _illegal(draft, impossible)
     yield from lint_contracts(draft, impossible)
-    yield from _lists(draft)
     yield from _Chain(draft).findings()
 
 
@@ -83,17 +82,6 @@ def _illegal(draft: Draft, impossible: Mapping[tuple[str, str, str], str]) -> It
     for (module, side, name), message in impossible.items():
         fix = f"{{{side}: {{{name}: {{{ends}}}}}}}"
         yield Finding("layout", module, f"{side[:-1]} {name}: {message}", module, fix, section(draft, module))
-
-
-def _lists(draft: Draft) -> Iterator[Finding]:
-    """With sequence parallelism one list of blocks: of several nobody knows where the sequence is to be cut."""
-    lists = draft.blocks.lists
-    if len(lists) > 1:
-        message = (
-            f"blocks stand in {len(lists)} lists, {' and '.join(lists)}, and nothing tells where the sequence is to be "
-            "cut; write `sequence_parallel: false` at the top of the override file"
-        )
-        yield Finding("chain", lists[1], message)
 
 
 class _Chain:

@@ -71,6 +71,11 @@ class WholeParameters:
             if conflict is not None:
                 yield _finding("consistent", name, f"stays whole with role: none, and {conflict.message}", conflict)
 
+    def stays_alone(self, name: str) -> bool:
+        """Tell whether a parameter may be whole where it stands, and need not be so with all of a wider module."""
+        conflict = self._conflict(name)
+        return conflict is None or all(fix != _NONE or pattern == name for pattern, fix in conflict.lines)
+
     def explain(self, finding: Finding) -> bool:
         """Tell whether a finding on what an override does not speak of only follows from an unknown or misplaced
         parameter, in the same part of a block."""
@@ -90,6 +95,7 @@ class WholeParameters:
                 or self._among_others(name, place)
                 or self._by_size(name, place)
                 or self._beside_a_sum(name, place)
+                or self._bare_outside(name, place)
             )
         return self._conflicts[name]
 
@@ -206,6 +212,19 @@ class WholeParameters:
         )
         return Conflict(message, self._lines(name, unit, ["tensor"]))
 
+    def _bare_outside(self, name: str, place: Place) -> Conflict | None:
+        """In no module and in no block: who uses it is not known, and so not whether each rank does so for its part."""
+        if place != Place() or block_around(name) or name.rpartition(".")[2] in ("weight", "bias") or not self._cut:
+            return None
+        if self.draft.overrides.pending(name) is not None:
+            return None
+        message = (
+            "stands bare outside of the blocks, and nothing tells whether cut modules use it, each rank for its part; "
+            "with nothing cut it may be whole, or `pending: [tensor]` says that they do, and `pending: none` that they "
+            "don't"
+        )
+        return Conflict(message, self._lines(name, [""], ["tensor"]))
+
     def _sizes_around(self, name: str, place: Place) -> Sizes:
         """The sizes that a parameter must not have: inside of a boundary those of all that is cut there. Elsewhere
         hidden states go by, and what else modules hand each other: heads, and features between halves."""
@@ -300,8 +319,7 @@ class WholeParameters:
 
     @cached_property
     def _hidden(self) -> int:
-        contracts = (each for plan in self.draft.boundaries for each in (*plan.inputs, *plan.outputs))
-        return next((each.size for each in contracts if each.name == "hidden"), 0)
+        return self.draft.blocks.streams.hidden
 
     @cached_property
     def _cut(self) -> dict[str, Member]:

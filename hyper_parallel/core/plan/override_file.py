@@ -31,7 +31,7 @@ KEYS = ("sequence_parallel", "tokens", "parameters", "boundaries", "regions")
 SIDES = ("before", "after", "gradient", "gradient_before")
 _SIZES = {"dims": (2, 3), "size": (1, 2**40)}
 _FIELDS = {
-    "parameters": ("role", "placements"),
+    "parameters": ("role", "placements", "pending"),
     "boundaries": ("type", "inputs", "outputs"),
     "regions": ("kind", "inputs", "outputs"),
 }
@@ -169,6 +169,7 @@ class _EntryReader:
         readers: Mapping[str, Callable[[Any], None]] = {
             "role": lambda value: self.choice("role", value, _ROLES),
             "placements": self.placements,
+            "pending": self.pending,
             "type": lambda value: self.choice("type", value, TYPES),
             "kind": lambda value: self.choice("kind", value, ("opaque", "transparent"), none=False),
             "inputs": lambda value: self.contracts("inputs", value),
@@ -205,6 +206,16 @@ class _EntryReader:
             self.fields.update({("placements", axis): each for axis in MODEL_AXES})
         else:
             self.by_axis(("placements",), value, pending=False)
+
+    def pending(self, value: Any) -> None:
+        """`auto`, `none`, or a list of axes."""
+        axes = () if value == "none" else value
+        if value == AUTO:
+            self.fields[("pending",)] = AUTO
+        elif isinstance(axes, (list, tuple)) and all(axis in MODEL_AXES for axis in axes):
+            self.fields[("pending",)] = tuple(axes)
+        else:
+            self.complain(f"pending: found {_short(value)}, write auto, none, or a list of {_either(MODEL_AXES)}")
 
     def contracts(self, side: str, value: Any) -> None:
         """Contracts by name."""

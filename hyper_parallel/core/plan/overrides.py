@@ -102,6 +102,12 @@ class Overrides:
         """The parameters that an entry gives another role than none."""
         return frozenset(name for name, (role, _) in self.roles.items() if role != "whole")
 
+    def pending(self, name: str) -> tuple[str, ...] | None:
+        """The axes of the model along which the user says that a whole parameter's gradient is a partial sum; None
+        where nothing is said."""
+        found = self.parameters.get(name, {}).get(("pending",), AUTO)
+        return None if found == AUTO else found
+
     def boundary_types(self, kinds: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
         """Pass 3 with the types that the user decides.
 

@@ -57,11 +57,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What placing one parameter needs to know of the others."""
+    """What placing one parameter needs to know of the others. `all_heads`: it stands in attention whose fused projection
+    is gathered, so that every rank works on all heads."""
 
     mesh: DeviceMesh
     sequence_parallel: bool
     experts: int | None = None
+    all_heads: bool = False
 
 
 def place(
@@ -81,7 +83,7 @@ def place(
     if given:
         placed = _with_given(parameter, assignment, placed, given)
     placements = with_shard(parameter, placed.placements, around.mesh)
-    return replace(placed, placements=placements, pending=_pending(assignment, placed, around))
+    return replace(placed, placements=placements, pending=_pending(parameter, assignment, placed, around))
 
 
 def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: Surroundings) -> Placed:
@@ -90,11 +92,16 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
     if how == "whole" or dim is None:
         return Placed(notes=_notes_on_bias(assignment, ranks) if how == "input" else ())
     size = parameter.shape[dim]
+    if around.all_heads and is_of_heads(parameter, assignment):
+        return Placed(notes=("every rank works on all heads: kept whole",))
     problems = tuple(_tensor_problems(parameter, assignment, size, ranks))
     if assignment.role in ("key", "value") and has_few_heads(assignment, around.mesh) and not problems:
         return Placed(notes=(f"{assignment.heads} key/value heads for {ranks} tensor ranks: kept whole",))
-    if how == "gathered" or (assignment.role == "qkv" and assignment.heads and assignment.heads % ranks):
-        note = "" if how == "gathered" else f"{assignment.heads} groups of heads for {ranks} tensor ranks: "
+    gated = around.all_heads and assignment.role == "attention_gate"
+    if how == "gathered" or gated or (assignment.role == "qkv" and assignment.heads and assignment.heads % ranks):
+        note = "" if how == "gathered" or gated else f"{assignment.heads} groups of heads for {ranks} tensor ranks: "
+        if note and assignment.heads == 1:
+            note = "no cut between its heads is one between features: "
         return Placed({"tensor": Shard(dim)}, gathers=True, notes=(f"{note}cut as one, and its output is gathered",))
     if how in ("output", "heads") and len(assignment.packing) > 1:
         if len(set(assignment.packing)) == 1:
@@ -106,13 +113,19 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
     return Placed({"tensor": Shard(dim)}, notes=uneven, problems=problems)
 
 
+def is_of_heads(parameter: ParameterDescription, assignment: Assignment) -> bool:
+    """Tell whether a parameter of attention has something for each head, and is no part of a projection."""
+    is_bare = parameter.name.rpartition(".")[2] not in ("weight", "bias")
+    return assignment.role in ("sink", "per_head_norm") or (assignment.role == "attention_gate" and is_bare)
+
+
 def _notes_on_bias(assignment: Assignment, ranks: int) -> tuple[str, ...]:
     """Of a bias behind a weight cut along its inputs. Experts weigh their outputs before these are summed up."""
     if assignment.input_dim is not None:
         return ()
     if ROLES[assignment.role].boundary == "experts":
         return (f"each of the {ranks} tensor ranks adds 1/{ranks} of it to the sum",)
-    return ("its bias is added once, after the reduction",)
+    return ("added once, after the reduction",)
 
 
 def _tensor_problems(
@@ -126,7 +139,8 @@ def _tensor_problems(
         if heads is None and not (assignment.packing and len(set(assignment.packing)) > 1):
             yield Problem("heads", f"nothing tells how many heads its {size} features hold", line)
         elif heads is not None and heads % ranks and not few:
-            yield Problem("heads", f"{heads} heads can't be dealt out to {ranks} tensor ranks", line)
+            kind = "key/value heads" if assignment.role in ("key", "value") else "heads"
+            yield Problem("heads", f"{heads} {kind} can't be dealt out to {ranks} tensor ranks", line)
     if assignment.interleaved > 1 and size % (ranks * assignment.interleaved):
         yield Problem(
             "divisibility",
@@ -187,12 +201,14 @@ def _with_given(
 def with_shard(
     parameter: ParameterDescription, placements: Mapping[str, Placement], mesh: DeviceMesh
 ) -> dict[str, Placement]:
-    """The placements with that over `shard`: the first dim that keeps every rank busy, cut after the other axes.
+    """The placements with that over `shard`, where it has more than one rank, cut after the other axes.
 
-    A scalar is whole; so is what a ragged shard has for itself.
+    What no other axis cuts is cut along its first dim, also where that is too short and leaves ranks with nothing: a
+    leading-dim shard moves no bytes beside the collective. Else it is the first dim that keeps every rank busy, or the
+    longest. A scalar is whole; so is what a ragged shard has for itself.
     """
     ordered = {axis: placements[axis] for axis in mesh.names if axis in placements and axis != "shard"}
-    if "shard" not in mesh.names or not parameter.shape:
+    if mesh.axis_size("shard") == 1 or not parameter.shape:
         return ordered
     taken = {dim for each in ordered.values() if isinstance(each, RaggedShard) for dim in each.dims}
     free = [dim for dim in range(len(parameter.shape)) if dim not in taken]
@@ -203,7 +219,7 @@ def with_shard(
     busy = [dim for dim in free if length[dim] >= mesh.axis_size("shard")]
     dim = busy[0] if busy else max(free, key=lambda each: length[each])
     if not any(cut[each] > 1 for each in free):
-        dim = free[0]  # a leading-dim shard moves no bytes beside the collective
+        dim = free[0]
     chosen = Shard(dim) if cut[dim] == 1 else StridedShard(dim, cut[dim])
     ordered["shard"] = chosen
     return {axis: ordered[axis] for axis in mesh.names if axis in ordered}
@@ -213,14 +229,16 @@ def _dim(placement: Placement) -> int | None:
     return getattr(placement, "dim", None)
 
 
-def _pending(assignment: Assignment, placed: Placed, around: Surroundings) -> tuple[str, ...]:
+def _pending(
+    parameter: ParameterDescription, assignment: Assignment, placed: Placed, around: Surroundings
+) -> tuple[str, ...]:
     """Every axis whose ranks see other tokens, or other parts of what follows, than this one."""
     axes = []
     for axis in active(around.mesh):
         if axis == "expert":
             pending = "expert" not in placed.placements
         elif axis == "tensor":
-            pending = "tensor" not in placed.placements and _computes_part(assignment, around)
+            pending = "tensor" not in placed.placements and _computes_part(parameter, assignment, around)
         else:
             pending = axis in (*DATA_PARALLEL, "context")
         if pending:
@@ -236,7 +254,7 @@ def settled(placed: Placed, assignment: Assignment, cut: bool) -> Placed:
     return replace(placed, pending=tuple(axis for axis in placed.pending if axis != "tensor"))
 
 
-def _computes_part(assignment: Assignment, around: Surroundings) -> bool:
+def _computes_part(parameter: ParameterDescription, assignment: Assignment, around: Surroundings) -> bool:
     """Tell whether each tensor rank computes only a part of the gradient of a parameter that is whole: on the stream
     where the sequence is cut, between cut parameters always."""
     kind = ROLES[assignment.role]
@@ -245,6 +263,8 @@ def _computes_part(assignment: Assignment, around: Surroundings) -> bool:
     after_reduction = kind.tensor == "input" and kind.boundary != "experts"
     if kind.boundary in BY_TOKEN or after_reduction:
         return around.sequence_parallel
+    if around.all_heads and (assignment.role == "head_norm" or is_of_heads(parameter, assignment)):
+        return False
     return kind.pending or kind.tensor != "whole"
 
 

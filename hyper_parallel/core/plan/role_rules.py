@@ -252,6 +252,19 @@ LINEAR_CLASSES = (
 TRANSPOSED_CLASSES = ("Conv1D",)
 """Linears whose weight is [in, out]."""
 
+PRELUDES = frozenset(
+    {
+        "embeddings",
+        "embed_tokens",
+        "embed_norm",
+        "word_embeddings_layernorm",
+        "layernorm_embedding",
+        "layer_norm_emb",
+        "layer_norm_embedding",
+    }
+)
+"""What holds, or is, a norm between tokens and the first block."""
+
 LIST_CLASSES = frozenset({"ModuleList", "ModuleDict", "CellList", "CellDict"})
 """Containers that are never called."""
 

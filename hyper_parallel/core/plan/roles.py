@@ -73,6 +73,7 @@ def assign_roles(model: ModelDescription, given: Mapping[str, tuple[str, str]] |
     return RoleResult(
         {name: assigned[name] for name in order if name in assigned},
         {name: unknown[name] for name in order if name in unknown},
+        rules.sizes.hidden.value if rules.sizes.hidden else 0,
     )
 
 

@@ -119,6 +119,10 @@ class Scope:
 def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[str, Member]) -> dict[str, Scope]:
     """The scope of each group's module, and of each block."""
     cut = {group.module: any(members[name].is_cut for name in group.parameters) for group in groups}
+    on_own_heads = {
+        group.module: cut[group.module] and not any(members[name].placed.gathers for name in group.parameters)
+        for group in groups
+    }
     block_of: dict[str, str] = {}
     for block in _expert_blocks(groups, kinds):
         inside = [module for module in cut if module == block or _is_below(module, block)]
@@ -132,7 +136,7 @@ def scopes(groups: Sequence[Group], kinds: Mapping[str, str], members: Mapping[s
             block = "" if module == block else block
         elif kinds[module] == "wide_norm":
             around = (each for each in _above(module) if kinds.get(each) == "attention")
-            own = any(cut[each] for each in around)
+            own = any(on_own_heads[each] for each in around)
         found[module] = Scope(block, own, kinds[module])
     return found
 
@@ -276,6 +280,18 @@ def _wide_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) 
     yield BoundaryPlan(group.module, scope.kind, (inputs,), (outputs,))
 
 
+def _width(own: Sequence[Member], side: str) -> int:
+    """The features on one side of a table or a linear; 0, for the hidden size, where no weight tells."""
+    for member in own:
+        assignment, shape = member.assignment, member.description.shape
+        dim = getattr(assignment, side)
+        if member.linear and dim is not None and assignment.input_dim is not None:
+            return shape[dim]
+        if assignment.role in ("embedding", "position_embedding") and len(shape) == 2:
+            return shape[1]
+    return 0
+
+
 def _norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     yield _local(group, scope.kind, streams.inside if scope.block else streams.outside, streams)
 
@@ -288,7 +304,9 @@ def _sum_norm(group: Group, own: list[Member], streams: Streams, scope: Scope) -
 
 
 def _projection(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
-    yield _local(group, scope.kind, streams.outside, streams)
+    lies = streams.outside
+    taken, given = (streams.contract("hidden", lies, lies, _width(own, side)) for side in ("input_dim", "output_dim"))
+    yield BoundaryPlan(group.module, scope.kind, (taken,), (given,))
 
 
 def _local(
@@ -301,12 +319,13 @@ def _local(
 def _embedding(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     tokens = streams.contract("tokens", streams.inside, streams.inside, size=1, dims=2)
     made = streams.pending if any(m.is_cut for m in own) else streams.inside
-    yield BoundaryPlan(group.module, scope.kind, (tokens,), (streams.contract("hidden", made, streams.outside),))
+    hidden = streams.contract("hidden", made, streams.outside, _width(own, "output_dim"))
+    yield BoundaryPlan(group.module, scope.kind, (tokens,), (hidden,))
 
 
 def _head(group: Group, own: list[Member], streams: Streams, scope: Scope) -> Iterator[BoundaryPlan]:
     cut = any(m.is_cut for m in own)
-    hidden = streams.contract("hidden", streams.outside, streams.inside, pending=cut)
+    hidden = streams.contract("hidden", streams.outside, streams.inside, _width(own, "input_dim"), pending=cut)
     lies = streams.features if cut else streams.inside
     logits = streams.contract("logits", lies, lies, max(m.width(m.assignment.vocab_dim) for m in own))
     note = "the loss works on a part of the vocabulary" if cut else ""

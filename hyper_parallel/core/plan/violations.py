@@ -18,7 +18,8 @@ class Violation:
     """One thing that is wrong with a plan.
 
     `rule` names the check, `where` the parameter or boundary, `message` what is wrong, with sizes, and `because` the
-    rule of pass 1 that led there. `line` mends it, below the key `section` of an override file; "" where no line can.
+    rule of pass 1 that led there. `line` mends it, below the key `section` of an override file ("" for its top level);
+    "" where no line can.
     `more` counts others of the same kind in other layers.
     """
 
@@ -37,7 +38,8 @@ class Violation:
             told += f" ({self.because})"
         if not self.line:
             return told
-        return "\n".join([f"{told}; write below `{self.section}:`", *(f"    {line}" for line in self.line.split("\n"))])
+        place = f"below `{self.section}:`" if self.section else "at the top level"
+        return "\n".join([f"{told}; write {place}", *(f"    {line}" for line in self.line.split("\n"))])
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def report(violations: Sequence[Violation]) -> str:
     lines = {(each.section, line) for each in violations for line in each.line.split("\n") if line}
     if len(lines) > 1:
         told.append("all lines together, as an override file:")
+        told += [f"  {line}" for line in dict.fromkeys(each.line for each in violations if not each.section)]
         for section, entries in _merged(violations).items():
             told += [f"  {section}:", *(f"    {_key(pattern)}: {_flow(entry)}" for pattern, entry in entries.items())]
     return "\n".join(told)
@@ -122,7 +125,7 @@ def _merged(violations: Sequence[Violation]) -> dict[str, dict[str, dict]]:
     """The lines of each section by pattern, each pattern once."""
     sections: dict[str, dict[str, dict]] = {}
     for each in violations:
-        for line in each.line.split("\n") if each.line else ():
+        for line in each.line.split("\n") if each.line and each.section else ():
             for pattern, entry in yaml.safe_load(line).items():
                 _merge(sections.setdefault(each.section, {}).setdefault(pattern, {}), entry)
     return sections

@@ -30,6 +30,9 @@ def wrong(model: ModelDescription | str, sizes: Mapping[str, int], overrides: As
 def pasted(overrides: Asked | None, violations: Sequence[Violation]) -> dict[str, Any]:
     """The overrides with the lines of all violations behind them."""
     merged: dict[str, Any] = dict(overrides or {})
+    for each in violations:
+        if not each.section:
+            merged |= yaml.safe_load(each.line)
     for section in ("parameters", "boundaries", "regions"):
         entries = merged.get(section, [])
         if isinstance(entries, Mapping):

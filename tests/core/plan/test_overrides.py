@@ -251,7 +251,7 @@ def test_a_region_where_there_is_no_boundary():
 def test_a_region_between_boundaries_takes_hidden_states_as_they_lie():
     parameters, modules = {}, {}
     for block in ("layers.0", "layers.1", "layers.2"):
-        parameters |= {f"{block}.mixer.weight": ((7, 7), "Strange"), f"{block}.norm.weight": ((32,), "RMSNorm")}
+        parameters |= {f"{block}.mixer.weight": ((7,), "Strange"), f"{block}.norm.weight": ((32,), "RMSNorm")}
         modules[block] = "Block"
     asked = {"parameters": {"**.mixer.**": {"role": "none"}}, "regions": {"layers.*": {"kind": "transparent"}}}
     plan = derive(by_hand(parameters, modules), MESH, asked)
@@ -321,10 +321,10 @@ REFUSALS = {
         {"parameters": {"model.layers.*.self_atn.q_proj.weight": {"role": "none"}}},
         "no parameter is called so; did you mean model.layers.",
     ),
-    "an entry that decides nothing": ({"parameters": {QUERY: {}}}, "decides nothing; write role or placements"),
+    "an entry that decides nothing": ({"parameters": {QUERY: {}}}, "decides nothing; write role, placements or pending"),
     "an entry that is no mapping": (
         {"parameters": {QUERY: "none"}},
-        "found 'none', write a mapping with role or placements",
+        "found 'none', write a mapping with role, placements or pending",
     ),
     "an unknown role": (
         {"parameters": {QUERY: {"role": "querry"}}},
