@@ -17,7 +17,7 @@ from mindspore._c_expression import NoFallbackGuard
 from hyper_parallel.backends.mindspore.autograd import grad_enabled, in_backward
 from hyper_parallel.backends.mindspore.operators import canonical
 from hyper_parallel.backends.mindspore.tensors import to_numpy
-from hyper_parallel.core.validation.watch import Track
+from hyper_parallel.core.validation.watch import REFUSALS, Track
 
 
 class FollowedTensor(Tensor):
@@ -135,9 +135,14 @@ def _run(operator: Any, function: Callable, args: tuple, kwargs: dict, *more: An
         with NoFallbackGuard():
             return function(*args, *more, **kwargs)
     op, arguments = found
-    tracks = next(_followed((args, kwargs)))._track.watch.infer(op, arguments)
+    watch = next(_followed((args, kwargs)))._track.watch
+    tracks = watch.infer(op, arguments)
     with NoFallbackGuard():
-        result = function(*args, *more, **kwargs)
+        try:
+            result = function(*args, *more, **kwargs)
+        except REFUSALS as error:
+            watch.explain(op, arguments, error)
+            raise
     if op.endswith("_"):
         follow(next(iter(arguments.values())), tracks[0])
     for tensor, track in zip(_tensors(result), tracks):

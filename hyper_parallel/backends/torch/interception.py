@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from hyper_parallel.backends.torch.autograd import in_backward
 from hyper_parallel.backends.torch.operators import canonical
-from hyper_parallel.core.validation.watch import Track
+from hyper_parallel.core.validation.watch import REFUSALS, Track
 
 
 class FollowedTensor(torch.Tensor):
@@ -35,9 +35,14 @@ class FollowedTensor(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         op, arguments = found
-        tracks = next(_followed((args, kwargs)))._track.watch.infer(op, arguments)
+        watch = next(_followed((args, kwargs)))._track.watch
+        tracks = watch.infer(op, arguments)
         with DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except REFUSALS as error:
+                watch.explain(op, arguments, error)
+                raise
             if isinstance(op, str) and op.endswith("_"):
                 _write(next(iter(arguments.values())), tracks[0])
             for tensor, track in zip(_tensors(result), tracks):

@@ -45,6 +45,12 @@ def find_embeddings(facts: Facts, found: Adaptations) -> None:
 
 def _shift(facts: Facts, found: Adaptations, name: str, parameter: ParameterPlan) -> None:
     layout = facts.along_model(parameter)
+    if len(layout.boxes(facts.rank)) > 1:
+        found.problems.append(
+            f"{parameter.name} is {parameter.placements['tensor']} over tensor, several runs of rows on each rank; a "
+            "rank looks tokens up in one run, as shard(0) gives it"
+        )
+        return
     rows = layout.slices(facts.rank)[parameter.placements["tensor"].dim]
     change = OwnRows(rows.start, rows.stop - rows.start)
     found.arguments.setdefault(name, []).append(change.enter)

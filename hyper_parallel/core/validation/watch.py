@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Tensor
-from hyper_parallel.core.errors import HyperParallelError
 from hyper_parallel.core.rules.call import Argument, Call, call_of
 from hyper_parallel.core.rules.state import WHOLE, State, without_gradient
 from hyper_parallel.core.rules.table import RuleError, infer
@@ -22,6 +21,10 @@ from hyper_parallel.core.validation.messages import (
     start_error,
     untracked_error,
 )
+
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
+"""What frameworks raise for tensors that an operator can't take. Others mean something else: PyTorch's checkpoints end
+what they compute again by an exception."""
 
 
 class Track:
@@ -103,13 +106,14 @@ class Watch:
         origin = self._origin(seen, states)
         return [Track(self, each, origin, live) for each in states]
 
-    def failed(self, op: str, arguments: Mapping[str, Any], error: Exception) -> Exception:
-        """What to raise when the framework refuses an operator on local tensors: local shapes that don't fit."""
-        if isinstance(error, HyperParallelError):
-            return error
+    def explain(self, op: str, arguments: Mapping[str, Any], error: Exception) -> None:
+        """Raise `ContractError` for what a framework raised in an operator, since local tensors don't have the shapes
+        that the code counts on. On tensors without values it may be their values that are missed, so nothing is said.
+        """
         seen: list[tuple[Argument, Tensor]] = []
         call = self._call(op, arguments, seen)
-        return framework_error(self.module, op, error, self._found(call, seen))
+        if all(self.backend.tensors.has_values(tensor) for _, tensor in seen):
+            raise framework_error(self.module, op, error, self._found(call, seen)) from error
 
     def check_start(self, tensor: Tensor, gradient: Tensor | None) -> None:
         """Raise `ContractError` unless backward may start from `tensor` with `gradient` on every rank, with ones where
