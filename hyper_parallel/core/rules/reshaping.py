@@ -79,29 +79,33 @@ def _carried(x: Operand, shape: Shape, hole: int | None, among: Sequence[int]) -
             "it would be spread over several dims, among the parts of others",
             "a shape that keeps the cut dim, splits it, or merges it with its neighbours",
         )
-    place, blocks = _chosen(x, shape, _among_changed(x, shape, places), hole)
+    place, blocks = _chosen(x, shape, _among_changed(x, shape, places, hole), hole)
     return cut(place, blocks, _carried_unit(x, shape, prod(sizes[dim + 1 :]), prod(new[place + 1 :])))
 
 
-def _among_changed(x: Operand, shape: Shape, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The places among the dims that are not the same in both shapes, counted from both ends.
+Places = list[tuple[int, int]]
+"""Where the cut can stand, with the number of blocks that it has there."""
+
+
+def _among_changed(x: Operand, shape: Shape, places: Places, hole: int | None) -> Places:
+    """The places among the dims that are not the same in both shapes, counted from both ends; a -1 is not the same.
 
     Where a dim could be counted from either end, that of a tensor with heads, which has more than three dims, is
     counted from the front: samples stay, and heads are repeated. Of others the last dim, features, stays; and heads
     [samples, heads, tokens, features] that are made one of three dims are merged with the samples.
     """
-    left, right, room = 0, 0, len(shape) - 1
+    left, right, last = 0, 0, len(shape) - 1
     with_samples = (x.dims, len(shape), x.state.cut) == (4, 3, 1)
     for end in ("left", "right") if x.dims > 3 and not with_samples else ("right", "left"):
-        while end == "left" and left < min(x.state.cut, room - right) and shape[left] == x.shape[left]:
-            left += 1
-        while (
-            end == "right"
-            and right < min(x.dims - 1 - x.state.cut, room - left)
-            and shape[-1 - right] == x.shape[-1 - right]
-        ):
-            right += 1
-    return [each for each in places if left <= each[0] <= room - right] or places
+        if end == "left":
+            most = min(x.state.cut, last - right)
+            while left < most and shape[left] == x.shape[left] and left != hole:
+                left += 1
+        else:
+            most = min(x.dims - 1 - x.state.cut, last - left)
+            while right < most and shape[last - right] == x.shape[-1 - right] and last - right != hole:
+                right += 1
+    return [each for each in places if left <= each[0] <= last - right] or places
 
 
 def _carried_unit(x: Operand, shape: Shape, old: int, new: int) -> int:
@@ -118,18 +122,19 @@ def _carried_unit(x: Operand, shape: Shape, old: int, new: int) -> int:
     return unit // new
 
 
-def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int | None) -> tuple[int, int]:
+def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple[int, int]:
     """One of the places where the cut can stand; they differ only where dims have one element for each block.
 
     With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
-    order: a -1 stands for the one head; a unit tells; features, the last dim, are what is split into heads; what was
-    merged is split again; blocks stay where they were.
+    order: dims up to the cut one that stay as they are keep the cut; a -1 stands for the one head; a unit tells;
+    features, the last dim, are what is split into heads; what was merged is split again; blocks stay where they were.
     """
     dim, blocks, unit = x.state.cut, x.state.blocks, x.state.unit
     old = prod(x.shape[dim + 1 :])
     after = {each: prod(shape[each[0] + 1 :]) for each in places}
     plain = [each for each in places if each[1] == min(blocks for _, blocks in places)]
     preferences = (
+        [each for each in places if each == (dim, blocks) and _stays(x, shape, hole)],
         [each for each in places if each == (hole, blocks) and shape[hole] == blocks],
         [each for each in plain if unit > 1 and after[each] == unit * old],
         plain if dim == x.dims - 1 > 0 else [],
@@ -138,3 +143,14 @@ def _chosen(x: Operand, shape: Shape, places: list[tuple[int, int]], hole: int |
         plain,
     )
     return next(found for found in preferences if found)[0]
+
+
+def _stays(x: Operand, shape: Shape, hole: int | None) -> bool:
+    """Tell whether the cut dim and those before it are the same in both shapes. Blocks that are followed by a new dim
+    of size 1 are split from it, and the one dim of a parameter is what a -1 stands for."""
+    dim = x.state.cut
+    if tuple(shape[: dim + 1]) != x.shape[: dim + 1]:
+        return False
+    if x.state.blocks > 1:
+        return x.shape[dim + 1 : dim + 2] == tuple(shape[dim + 1 : dim + 2])
+    return dim > 0 or (hole is None and x.dims > 1)

@@ -26,7 +26,10 @@ def chunk(view: View) -> Sequence[State]:
     """At most `chunks` parts of one size, the last one smaller."""
     x, dim = view["input"], resolve(view.get("dim", 0), view["input"].dims)
     size = -(-x.shape[dim] // view["chunks"]) or 1
-    return parted(view.op, x, dim, [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)] or [0])
+    sizes = [min(size, x.shape[dim] - at) for at in range(0, x.shape[dim], size)] or [0]
+    if len(sizes) < view["chunks"]:
+        refuse_cut(view.op, x, [dim], f"makes {len(sizes)} of {view['chunks']} chunks of this rank's part")
+    return parted(view.op, x, dim, sizes)
 
 
 @rule("tensor_split", "input sections dim")
@@ -180,7 +183,7 @@ def sliced(op: str, x: Operand, dim: int, start: int, length: int, step: int) ->
     block = size // x.state.blocks
     if step == 1 and block and not start % block and not length % block and length:
         return cut(dim, length // block, x.state.unit)
-    if not length or (step > 1 and not block % step and 0 <= start < step and length == -(-(size - start) // step)):
+    if size == 0 or (step > 1 and not block % step and 0 <= start < step and length == -(-(size - start) // step)):
         return cut(dim, x.state.blocks)
     what = f"elements [{start}, {start + length})" if step == 1 else f"every {step}th element from {start} on"
     raise RuleError(
