@@ -31,8 +31,8 @@ from hyper_parallel.core.plan.whole import acting_kinds, first_parameters, settl
 @dataclass(frozen=True)
 class Draft:
     """A plan in the making, with all that lint wants to know. `members` and `roles` have every name, tied ones too;
-    `usual` are the boundaries by module as they are without overrides of contracts, and `misfits` is what overrides say
-    of boundaries that are none."""
+    `planned` are the boundaries as they are without overrides of contracts, `usual` the same by module without those
+    that only an override declares, and `misfits` is what overrides say of boundaries that are none."""
 
     model: ModelDescription
     mesh: DeviceMesh
@@ -43,6 +43,7 @@ class Draft:
     members: Mapping[str, Member]
     boundaries: tuple[BoundaryPlan, ...]
     blocks: Blocks
+    planned: tuple[BoundaryPlan, ...]
     usual: Mapping[str, BoundaryPlan]
     misfits: tuple[str, ...] = ()
 
@@ -55,6 +56,12 @@ class Draft:
     def holder(self) -> dict[str, str]:
         """The boundary module of each name."""
         return {name: each.module for each in self.groups for name in each.parameters}
+
+    def with_boundaries_of(self, modules: Iterable[str]) -> Draft:
+        """The same as if no override took the boundaries of some modules away."""
+        overrides = self.overrides.without_types(modules)
+        plans, misfits = overrides.boundaries(self.planned, self.kinds, self.blocks)
+        return replace(self, overrides=overrides, boundaries=tuple(plans), misfits=tuple(misfits))
 
 
 @collector_at_rest()
@@ -121,7 +128,20 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
             axes = tuple(axis for axis in active(mesh) if axis in BATCH_AXES or axis in said)
             members[name] = replace(members[name], placed=replace(members[name].placed, pending=axes))
     by_module = {plan.module: plan for plan in usual if plan.kind != "region"}
-    return Draft(model, mesh, overrides, roles, groups, kinds, members, tuple(plans), blocks, by_module, tuple(misfits))
+    return Draft(
+        model=model,
+        mesh=mesh,
+        overrides=overrides,
+        roles=roles,
+        groups=groups,
+        kinds=kinds,
+        members=members,
+        boundaries=tuple(plans),
+        blocks=blocks,
+        planned=tuple(usual),
+        usual=by_module,
+        misfits=tuple(misfits),
+    )
 
 
 def _placed(

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Iterator, Sequence
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.plan.assignment import RoleResult
+from hyper_parallel.core.plan.assignment import Assignment, RoleResult
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
 from hyper_parallel.core.plan.lint_sequence import lint_sequence
 from hyper_parallel.core.plan.lint_whole import WholeParameters
-from hyper_parallel.core.plan.placing import DATA_PARALLEL, is_of_heads, with_shard
+from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, is_of_heads, place, with_shard
 from hyper_parallel.core.plan.role_rules import ROLES
-from hyper_parallel.core.plan.roles import assign_roles
+from hyper_parallel.core.plan.roles import all_names, assign_roles
 from hyper_parallel.core.plan.templates import Member, scopes
 from hyper_parallel.core.plan.violations import Finding, Violation, report, together
 from hyper_parallel.core.plan.whole import above
@@ -85,15 +85,45 @@ def _culprits(draft: Draft) -> dict[str, list[str]]:
 
 
 def _problems(draft: Draft) -> Iterator[Finding]:
-    """What pass 4 could not place. A cut that can't be made for one parameter can't be made for those around it."""
+    """What pass 4 could not place. A cut that can't be made for one parameter can't be made for those around it, which
+    mends what is wrong with theirs too."""
     holder, scope_of = draft.holder, scopes(draft.groups, draft.kinds, draft.members)
-    for name, member in draft.members.items():
+    wrong = [member for member in (*draft.members.values(), *_unplaced(draft)) if member.placed.problems]
+    units = {}
+    for name in (each.description.name for each in wrong if each.description.name in holder):
+        scope = scope_of[holder[name]].block if draft.members[name].tensor != "vocabulary" else ""
+        units[name] = _whole_of(scope or holder[name])
+    uncut = {
+        (units[each.description.name], problem.axis)
+        for each in wrong
+        for problem in each.placed.problems
+        if problem.rule != "consistent"
+    }
+    for member in wrong:
+        name = member.description.name
         for problem in member.placed.problems:
-            target, fix = name, problem.line.partition(": ")[2]
-            if problem.rule != "consistent":
-                scope = scope_of[holder[name]].block if member.tensor != "vocabulary" else ""
-                target = _whole_of(scope or holder[name])
+            by_hand = problem.rule == "consistent"
+            if by_hand and (units.get(name), problem.axis) in uncut:
+                continue
+            fix = f"{{placements: {{{problem.axis}: {problem.fix}}}}}"
+            target = name if by_hand else units[name]
             yield Finding(problem.rule, name, problem.message, target, fix, because=member.assignment.rule)
+
+
+def _unplaced(draft: Draft) -> Iterator[Member]:
+    """Unknown parameters that are placed by hand, as they are with the lines that give them a role: that of the rules,
+    or none."""
+    asked = {name: given for name in draft.roles.unknown if (given := draft.overrides.placements(name))}
+    if not asked:
+        return
+    culprits, found = _culprits(draft), assign_roles(draft.model).assignments
+    described = {each.name: each for each in all_names(draft.model)}
+    for name, given in asked.items():
+        none = Assignment(name, "whole", "")
+        assignment = found.get(name, none) if name in culprits else none
+        placed = place(described[name], assignment, Surroundings(draft.mesh, False), given)
+        by_hand = tuple(each for each in placed.problems if each.rule == "consistent" and assignment.expert is None)
+        yield Member(described[name], assignment, replace(placed, problems=by_hand))
 
 
 def _whole_of(module: str) -> str:

@@ -13,7 +13,7 @@ from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.placement import Partial, Replicate
 from hyper_parallel.core.plan.blocks import EDGES, block_of
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
-from hyper_parallel.core.plan.lint_contracts import OUTER, is_given, is_trusted, lint_contracts, section
+from hyper_parallel.core.plan.lint_contracts import GIVEN_BACK, OUTER, is_given, is_trusted, lint_contracts, section
 from hyper_parallel.core.plan.override_file import SIDES
 from hyper_parallel.core.plan.templates import Streams
 from hyper_parallel.core.plan.violations import Finding
@@ -26,7 +26,17 @@ Lies = tuple[str, ...]
 
 
 def lint_boundaries(draft: Draft) -> Iterator[Finding]:
-    """Every rule on boundaries."""
+    """Every rule on boundaries. Where one that is needed was taken away, what else is wrong shows when it is there."""
+    found = list(_findings(draft))
+    missed = [each for each in found if each.fix == GIVEN_BACK and _is_taken_away(draft, each.target)]
+    if not missed:
+        yield from found
+        return
+    yield from missed
+    yield from lint_boundaries(draft.with_boundaries_of({each.target for each in missed}))
+
+
+def _findings(draft: Draft) -> Iterator[Finding]:
     yield from _misfits(draft)
     yield from _coverage(draft)
     impossible = _impossible(draft)
@@ -51,7 +61,7 @@ def _coverage(draft: Draft) -> Iterator[Finding]:
             continue
         module = next((each for each in above(name) if _is_taken_away(draft, each)), holder[name])
         message = f"acts in no boundary: {module or 'the model itself'} is none"
-        yield Finding("coverage", name, message, module, "{type: auto}", "boundaries", member.assignment.rule)
+        yield Finding("coverage", name, message, module, GIVEN_BACK, "boundaries", member.assignment.rule)
 
 
 def _is_taken_away(draft: Draft, module: str) -> bool:
@@ -93,58 +103,57 @@ class _Chain:
         self.streams = Streams(draft.mesh, draft.overrides.sequence_parallel, 1)
         self.plans = {plan.module: plan for plan in draft.boundaries}
         holding = {module for module, plan in self.plans.items() if plan.kind not in EDGES}
-        self.around = {module: next((each for each in above(module) if each in holding), None) for module in self.plans}
+        self.around = {
+            (module, side): next(
+                (each for each in above(module) if each in holding and draft.blocks.holds(each, module, side)), None
+            )
+            for module in self.plans
+            for side in OUTER
+        }
         blocks = list(dict.fromkeys(block_of(module) for module in self.plans))
         self.place = {block: number for number, block in enumerate(block for block in blocks if block)}
 
     def findings(self) -> Iterator[Finding]:
         """Every link that does not hold."""
-        for module, plan in self.plans.items():
-            outer = self.plans.get(self.around[module]) if self.around[module] is not None else None
-            if outer is None:
-                yield from self._outer(plan)
-                yield from self._sums(plan)
+        for (module, side), around in self.around.items():
+            plan = self.plans[module]
+            if around is None:
+                yield from self._outer(plan, side)
+                yield from self._sums(plan, side)
             else:
-                yield from self._inner(plan, outer)
-                yield from self._parts(plan, outer)
+                yield from self._inner(plan, self.plans[around], side)
+                yield from self._parts(plan, self.plans[around], side)
         yield from self._features()
 
     def lies(self, placements: ByAxis) -> Lies:
         """Placements over all active axes, as text that can be compared and shown."""
         return tuple(f"{axis}: {placements.get(axis, Replicate())}" for axis in self.axes)
 
-    def _outer(self, plan: BoundaryPlan) -> Iterator[Finding]:
-        usual = self.lies(self._streams(plan, "inputs").outside)
-        for contract in plan.inputs:
-            if contract.name == "hidden" and (found := self.lies(contract.before)) != usual:
-                pending = any(isinstance(each, Partial) for each in contract.before.values())
-                if pending or not any(found == self.lies(each.after) for each in self._neighbours(plan, "outputs")):
-                    yield self._broken(plan, contract, "inputs", "before", "takes", "hands them on so", usual)
-        usual = self.lies(self._streams(plan, "outputs").outside)
-        for contract in plan.outputs:
-            if contract.name != "hidden" or (found := self.lies(contract.after)) == usual:
+    def _outer(self, plan: BoundaryPlan, side: str) -> Iterator[Finding]:
+        """Hidden states between boundaries lie as they do there, or as a neighbour has them."""
+        usual, end = self.lies(self._streams(plan, side).outside), OUTER[side][0]
+        verb, missing = ("takes", "hands them on so") if side == "inputs" else ("hands on", "takes them so")
+        other, there = ("outputs", "after") if side == "inputs" else ("inputs", "before")
+        for contract in (each for each in getattr(plan, side) if each.name == "hidden"):
+            layout = getattr(contract, end)
+            if (found := self.lies(layout)) == usual:
                 continue
-            if any(isinstance(each, Partial) for each in contract.after.values()):
-                yield self._broken(plan, contract, "outputs", "after", "hands on", "adds up a pending sum", usual)
-            elif not any(found == self.lies(each.before) for each in self._neighbours(plan, "inputs")):
-                yield self._broken(plan, contract, "outputs", "after", "hands on", "takes them so", usual)
+            pending = any(isinstance(each, Partial) for each in layout.values())
+            if pending or not any(found == self.lies(getattr(each, there)) for each in self._neighbours(plan, other)):
+                missing = "adds up a pending sum" if pending and side == "outputs" else missing
+                yield self._broken(plan, contract, side, end, verb, missing, usual)
 
-    def _sums(self, plan: BoundaryPlan) -> Iterator[Finding]:
+    def _sums(self, plan: BoundaryPlan, side: str) -> Iterator[Finding]:
         """Nothing between modules adds up a pending sum."""
-        for side, (end, _) in OUTER.items():
-            for contract in getattr(plan, side) if plan.module in self.draft.usual else ():
-                layout = getattr(contract, end)
-                if contract.name != "hidden" and any(isinstance(each, Partial) for each in layout.values()):
-                    message = (
-                        f"has {contract.name} as ({', '.join(self.lies(layout))}), and nothing adds up a pending sum"
-                    )
-                    yield self._finding(plan, message, side, contract.name, end)
+        end = OUTER[side][0]
+        for contract in getattr(plan, side) if plan.module in self.draft.usual else ():
+            layout = getattr(contract, end)
+            if contract.name != "hidden" and any(isinstance(each, Partial) for each in layout.values()):
+                message = f"has {contract.name} as ({', '.join(self.lies(layout))}), and nothing adds up a pending sum"
+                yield self._finding(plan, message, side, contract.name, end)
 
     def _streams(self, plan: BoundaryPlan, side: str) -> Streams:
-        """The layouts on one side of a boundary; outside of the blocks for their edges."""
-        blocks = self.draft.blocks
-        is_edge = plan.module == (blocks.first if side == "inputs" else blocks.last)
-        return blocks.streams_at("" if is_edge else plan.module)
+        return self.draft.blocks.streams_beside(plan.module, side)
 
     def _neighbours(self, plan: BoundaryPlan, side: str) -> Iterator[Contract]:
         """Hidden states of the outer boundaries in the same block, and across its edge: on the other `side`. Those
@@ -152,7 +161,7 @@ class _Chain:
         here = self._streams(plan, "inputs" if side == "outputs" else "outputs")
         place = self.place.get(block_of(plan.module))
         for module, other in self.plans.items():
-            if module == plan.module or self.around[module] is not None:
+            if module == plan.module or self.around[module, side] is not None:
                 continue
             if self._streams(other, side) != here:
                 continue
@@ -168,14 +177,14 @@ class _Chain:
         message = f"{verb} hidden states as ({found}), and no neighbour {missing}; they lie as ({', '.join(usual)})"
         return self._finding(plan, message, side, "hidden", end)
 
-    def _inner(self, plan: BoundaryPlan, outer: BoundaryPlan) -> Iterator[Finding]:
+    def _inner(self, plan: BoundaryPlan, outer: BoundaryPlan, side: str) -> Iterator[Finding]:
         """Inside of another boundary hidden states and their gradients are what it has made of them: as its template
         says, where that is checked for itself."""
         if not is_trusted(self.draft, outer.module):
             outer = self.draft.usual.get(outer.module, outer)
         taken, given = (_hidden(each) for each in (outer.inputs, outer.outputs))
-        mine, made = _hidden(plan.inputs), _hidden(plan.outputs)
-        if mine and taken:
+        mine = _hidden(getattr(plan, side))
+        if side == "inputs" and mine and taken:
             broken = list(self._link(plan, outer, "inputs", "before", mine.before, taken.after, "takes hidden states"))
             yield from broken
             back = "gradient_before"
@@ -183,21 +192,22 @@ class _Chain:
                 found, verb = mine.source_gradient, "gives gradients back"
                 yield from self._link(plan, outer, "inputs", back, found, taken.gradient, verb)
         passes_on = plan.kind == "norm" and taken
-        if made and (passes_on or given):
+        if side == "outputs" and mine and (passes_on or given):
             expected = taken.after if passes_on else given.before
-            yield from self._link(plan, outer, "outputs", "after", made.after, expected, "hands hidden states on")
+            yield from self._link(plan, outer, "outputs", "after", mine.after, expected, "hands hidden states on")
 
     def _link(
         self, plan: BoundaryPlan, outer: BoundaryPlan, side: str, end: str, found: ByAxis, wanted: ByAxis, verb: str
     ) -> Iterator[Finding]:
-        here, there = self.lies(found), self.lies(wanted)
+        here, there = (", ".join(self.lies(each)) for each in (found, wanted))
         if here != there:
-            message = f"{verb} as ({', '.join(here)}), and {outer.module}, around it, wants ({', '.join(there)})"
+            message = f"{verb} as ({here}), and {outer.module}, around it, wants ({there})"
             modules = self.draft.overrides.modules
             if plan.module in modules or outer.module not in modules:
                 yield self._finding(plan, message, side, "hidden", end, outer.module)
             else:
                 end = {"before": "after", "gradient_before": "gradient", "after": "before"}[end]
+                message = f"has ({there}) inside, and {plan.module} {verb} as ({here})"
                 yield self._finding(outer, message, side, "hidden", end, outer.module)
 
     def _finding(
@@ -205,7 +215,7 @@ class _Chain:
     ) -> Finding:
         taken_away = next((each for each in above(plan.module) if _is_taken_away(self.draft, each)), None)
         if taken_away is not None:
-            return Finding("chain", plan.module, message, taken_away, "{type: auto}", "boundaries")
+            return Finding("chain", plan.module, message, taken_away, GIVEN_BACK, "boundaries")
         if plan.module not in self.draft.overrides.modules:
             return Finding("chain", plan.module, message, *self._around_untouched(plan, outer))
         fix = f"{{{side}: {{{name}: {{{end}: auto}}}}}}"
@@ -227,7 +237,7 @@ class _Chain:
         ends: dict[str, list[tuple[BoundaryPlan, str, Lies]]] = {}
         for module, plan in self.plans.items():
             for side, name, found in self._handed(plan):
-                if name == "features" and self.around[module] is None:
+                if name == "features" and self.around[module, side] is None:
                     ends.setdefault(module.rpartition(".")[0], []).append((plan, side, found))
         changed = self.draft.overrides.modules
         for parts in ends.values():
@@ -243,12 +253,12 @@ class _Chain:
                     pattern = f"{plan.module}.**"
                     yield Finding("chain", plan.module, message, pattern, "{placements: {tensor: replicate}}")
 
-    def _parts(self, plan: BoundaryPlan, outer: BoundaryPlan) -> Iterator[Finding]:
+    def _parts(self, plan: BoundaryPlan, outer: BoundaryPlan, side: str) -> Iterator[Finding]:
         """What else goes in and out of a part of a module lies there as the template says."""
         if plan.module not in self.draft.usual or is_trusted(self.draft, outer.module):
             return
-        usual = {(side, name): lies for side, name, lies in self._handed(self.draft.usual[plan.module])}
-        for side, name, found in self._handed(plan):
+        usual = {(at, name): lies for at, name, lies in self._handed(self.draft.usual[plan.module])}
+        for name, found in ((name, lies) for at, name, lies in self._handed(plan) if at == side):
             wanted = usual.get((side, name), found)
             if name != "hidden" and found != wanted:
                 message = f"has {name} as ({', '.join(found)}), and {outer.module}, around it, as ({', '.join(wanted)})"

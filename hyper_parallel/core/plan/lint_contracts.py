@@ -37,6 +37,9 @@ INNER = {"inputs": ("after", "gradient"), "outputs": ("before", "gradient_before
 OUTER = {"inputs": ("before", "gradient_before"), "outputs": ("after", "gradient")}
 """By side: how a tensor lies between modules, and how its gradient does."""
 
+GIVEN_BACK = "{type: auto}"
+"""The line for a boundary that an override takes away."""
+
 _OF_THE_USER = ("tokens", "logits")
 """What comes from outside of the model, or is handed to it: nobody else knows of its gradient."""
 
@@ -53,7 +56,9 @@ def lint_contracts(draft: Draft, told: Container[tuple[str, str, str]] = ()) -> 
         template = None if is_trusted(draft, plan.module) else draft.usual.get(plan.module)
         if plan is template:
             continue
-        is_inside = any(each in holding for each in above(plan.module))
+        is_inside = any(
+            each in holding and draft.blocks.holds(each, plan.module, "inputs") for each in above(plan.module)
+        )
         for side in INNER:
             for contract in (each for each in getattr(plan, side) if (plan.module, side, each.name) not in told):
                 linked = is_inside and side == "inputs" and contract.name == "hidden"  # the chain compares its gradient
@@ -97,7 +102,7 @@ def _taken_away(draft: Draft) -> Iterator[Finding]:
             done = _change(draft, changes[0]) if changes else usual.note
             inside = "" if around is None else f" inside of {around}"
             message = f"is none, and so nothing is done there{inside}; needed is: {done}"
-            yield Finding("contract", module, message, module, "{type: auto}", "boundaries")
+            yield Finding("contract", module, message, module, GIVEN_BACK, "boundaries")
 
 
 def _change(draft: Draft, contract: Contract) -> str:

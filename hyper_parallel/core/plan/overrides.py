@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Mapping, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.mesh import DeviceMesh
@@ -23,7 +23,6 @@ from hyper_parallel.core.plan.model import ModelDescription
 from hyper_parallel.core.plan.override_file import AUTO, Entry, OverrideFile, closest, read_overrides
 from hyper_parallel.core.plan.patterns import matching
 from hyper_parallel.core.plan.roles import all_names
-from hyper_parallel.core.plan.templates import Streams
 from hyper_parallel.core.plan.whole import above
 
 _FAMILIES = ({"mlp", "up", "down"}, {"norm", "projection"}, {"experts", "moe"})
@@ -108,6 +107,14 @@ class Overrides:
         found = self.parameters.get(name, {}).get(("pending",), AUTO)
         return None if found == AUTO else found
 
+    def without_types(self, modules: Iterable[str]) -> Overrides:
+        """The same with the types of some modules left to the planner."""
+        others = {
+            module: {path: value for path, value in self.modules[module].items() if path != ("type",)}
+            for module in modules
+        }
+        return replace(self, modules={**self.modules, **others})
+
     def boundary_types(self, kinds: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
         """Pass 3 with the types that the user decides.
 
@@ -136,7 +143,7 @@ class Overrides:
     ) -> tuple[list[BoundaryPlan], list[str]]:
         """Pass 4 with the contracts that the user decides, and what in them fits no boundary."""
         problems: list[str] = []
-        holding = {plan.module: plan for plan in plans if plan.kind not in EDGES}
+        around = _Around(self, plans, blocks)
         kept = []
         for plan in plans:
             fields = self.modules.get(plan.module)
@@ -145,8 +152,7 @@ class Overrides:
                 continue
             kind = fields.get(("type",), AUTO)
             if kind != "none":
-                streams = blocks.streams_at(plan.module)
-                changed, wrong = _changed(plan, fields, _lies_around(plan.module, holding, streams), streams)
+                changed, wrong = around.changed(plan)
                 kept.append(changed)
                 if kind not in (AUTO, plan.kind) and kinds.get(plan.module, _INNER[0]) in _INNER:
                     wrong.append(f"type: it follows from what is in there, and can't be {kind}; write {plan.kind}")
@@ -219,38 +225,69 @@ def with_regions(
         if module not in known:
             place, streams = order.get(module, 0), blocks.streams_at(module)
             at = next((i for i, plan in enumerate(plans) if order.get(plan.module, -1) > place), len(plans))
-            inner = any(each in known for each in above(module))
+            inner = any(each in known and blocks.streams_at(each) == streams for each in above(module))
             hidden = () if inner else (streams.contract("hidden", streams.outside, streams.outside),)
             plans.insert(at, BoundaryPlan(module, "region", hidden, hidden, "transparent"))
     return plans
 
 
-def _lies_around(module: str, plans: Mapping[str, BoundaryPlan], streams: Streams) -> ByAxis:
-    """How hidden states lie around a module: as the boundary around it wants them, or as between boundaries."""
-    around = next((plans[each] for each in above(module) if each in plans), None)
-    taken = next((each.after for each in around.inputs if each.name == "hidden"), None) if around else None
-    return streams.outside if taken is None else taken
+class _Around:
+    """The boundaries as entries change them. What a region takes and gives beside its usual contracts lies as the
+    boundary around it has it, which an entry may have changed first."""
 
+    def __init__(self, overrides: Overrides, plans: Sequence[BoundaryPlan], blocks: Blocks) -> None:
+        self._fields, self._blocks = overrides.modules, blocks
+        self._plans = {plan.module: plan for plan in plans if plan.kind not in EDGES}
+        self._known: dict[str, tuple[BoundaryPlan, list[str]]] = {}
 
-def _changed(plan: BoundaryPlan, fields: Fields, lies: ByAxis, streams: Streams) -> tuple[BoundaryPlan, list[str]]:
-    """One boundary with the fields of its entries, and which of them it can't have. Further tensors of a region lie as
-    `lies` says."""
-    sides, wrong = {}, []
-    for side in ("inputs", "outputs"):
-        mine: dict[str, Fields] = {}
-        for path, value in fields.items():
-            if path[0] == side:
-                mine.setdefault(path[1], {})[path[2:]] = value
-        contracts = {each.name: each for each in getattr(plan, side)}
-        for name, changes in mine.items():
-            if name not in contracts and plan.kind != "region":
-                wrong.append(f"it has no {side[:-1]} {name!r}; write {' or '.join(contracts) or 'none'}")
-                continue
-            known = contracts.get(name) or streams.contract(name, lies, lies)
-            contracts[name] = _contract(known, changes, active(streams.mesh))
-        sides[side] = tuple(contracts.values())
-    region = fields.get(("kind",), AUTO)
-    return replace(plan, region=plan.region if region == AUTO else region, **sides), wrong
+    def changed(self, plan: BoundaryPlan) -> tuple[BoundaryPlan, list[str]]:
+        """One boundary with the fields of its entries, and which of them it can't have."""
+        if plan.module not in self._known:
+            self._known[plan.module] = self._change(plan, self._fields.get(plan.module, {}))
+        return self._known[plan.module]
+
+    def _change(self, plan: BoundaryPlan, fields: Fields) -> tuple[BoundaryPlan, list[str]]:
+        sides, wrong = {}, []
+        for side in ("inputs", "outputs"):
+            mine: dict[str, Fields] = {}
+            for path, value in fields.items():
+                if path[0] == side:
+                    mine.setdefault(path[1], {})[path[2:]] = value
+            contracts = {each.name: each for each in getattr(plan, side)}
+            for name, changes in mine.items():
+                if name not in contracts and plan.kind != "region":
+                    wrong.append(f"it has no {side[:-1]} {name!r}; write {' or '.join(contracts) or 'none'}")
+                    continue
+                known = contracts.get(name) or self._further(plan.module, side, name)
+                contracts[name] = _contract(known, changes, active(self._blocks.streams.mesh))
+            sides[side] = tuple(contracts.values())
+        region = fields.get(("kind",), AUTO)
+        return replace(plan, region=plan.region if region == AUTO else region, **sides), wrong
+
+    def _further(self, module: str, side: str, name: str) -> Contract:
+        """A tensor that only an entry speaks of. Hidden states come in as the boundary around the module has taken
+        them, and go out as it has made them, with its gradients; other tensors lie as hidden states that come in."""
+        end = side if name == "hidden" else "inputs"
+        streams = self._blocks.streams_beside(module, end)
+        around = next((each for each in above(module) if self._is_around(each, module, end)), None)
+        lies, gradient = streams.outside, None
+        for hidden in () if around is None else getattr(self._as_linted(self._plans[around]), end):
+            if hidden.name == "hidden":
+                taken = (hidden.after, hidden.gradient)
+                lies, gradient = taken if end == "inputs" else (hidden.before, hidden.source_gradient)
+        known = streams.contract(name, lies, lies)
+        if name != "hidden" or gradient is None or gradient == known.gradient:
+            return known
+        return replace(known, gradient=gradient, gradient_before=gradient)
+
+    def _is_around(self, outer: str, module: str, side: str) -> bool:
+        taken_away = self._fields.get(outer, {}).get(("type",)) == "none"
+        return outer in self._plans and not taken_away and self._blocks.holds(outer, module, side)
+
+    def _as_linted(self, plan: BoundaryPlan) -> BoundaryPlan:
+        """A boundary as lint holds what is inside of it against it: one that is checked as its template says."""
+        is_trusted = self._fields.get(plan.module, {}).get(("kind",)) == "opaque"
+        return self.changed(plan)[0] if is_trusted or plan.kind == "region" else plan
 
 
 def _contract(contract: Contract, changes: Fields, axes: Sequence[str]) -> Contract:

@@ -33,11 +33,13 @@ parallelism."""
 
 @dataclass(frozen=True)
 class Problem:
-    """What forbids a placement: `rule` names the check, `message` sizes and reason, `line` mends it in an override."""
+    """What forbids a placement over `axis`: `rule` names the check, `message` sizes and reason, `fix` is the placement
+    over that axis that mends it in an override."""
 
     rule: str
     message: str
-    line: str
+    axis: str
+    fix: str = "replicate"
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def place(
     if given.get("expert") != Replicate():
         placed = _on_expert(parameter, assignment, placed, around)
     if given:
-        placed = _with_given(parameter, assignment, placed, given)
+        placed = _with_given(assignment, placed, given)
     placements = with_shard(parameter, placed.placements, around.mesh)
     return replace(placed, placements=placements, pending=_pending(parameter, assignment, placed, around))
 
@@ -131,21 +133,20 @@ def _notes_on_bias(assignment: Assignment, ranks: int) -> tuple[str, ...]:
 def _tensor_problems(
     parameter: ParameterDescription, assignment: Assignment, size: int, ranks: int
 ) -> Iterator[Problem]:
-    line = f"{parameter.name}: {{placements: {{tensor: replicate}}}}"
     by_heads = ROLES[assignment.role].tensor == "heads" or assignment.role == "attention_output"
     if by_heads:
         heads = assignment.heads
         few = assignment.role in ("key", "value") and heads and ranks % heads == 0
         if heads is None and not (assignment.packing and len(set(assignment.packing)) > 1):
-            yield Problem("heads", f"nothing tells how many heads its {size} features hold", line)
+            yield Problem("heads", f"nothing tells how many heads its {size} features hold", "tensor")
         elif heads is not None and heads % ranks and not few:
             kind = "key/value heads" if assignment.role in ("key", "value") else "heads"
-            yield Problem("heads", f"{heads} {kind} can't be dealt out to {ranks} tensor ranks", line)
+            yield Problem("heads", f"{heads} {kind} can't be dealt out to {ranks} tensor ranks", "tensor")
     if assignment.interleaved > 1 and size % (ranks * assignment.interleaved):
         yield Problem(
             "divisibility",
             f"{size} features, {assignment.interleaved} kinds one by one, can't be cut for {ranks} tensor ranks",
-            line,
+            "tensor",
         )
 
 
@@ -156,11 +157,7 @@ def _on_expert(parameter: ParameterDescription, assignment: Assignment, placed: 
     packed = assignment.expert_dim is not None
     count = parameter.shape[assignment.expert_dim] if packed else around.experts
     if not count or count % ranks:
-        problem = Problem(
-            "divisibility",
-            f"{count} experts can't be dealt out to {ranks} expert ranks",
-            f"{parameter.name}: {{placements: {{expert: replicate}}}}",
-        )
+        problem = Problem("divisibility", f"{count} experts can't be dealt out to {ranks} expert ranks", "expert")
         return replace(placed, problems=(*placed.problems, problem))
     if packed:
         return replace(placed, placements={"expert": Shard(assignment.expert_dim), **placed.placements})
@@ -170,7 +167,7 @@ def _on_expert(parameter: ParameterDescription, assignment: Assignment, placed: 
             "experts",
             f"expert {assignment.expert} is a module of its own, held by expert rank {owner}, and `tensor` cuts its "
             "first dim; both are offered only for experts that are packed into one tensor",
-            f"{parameter.name}: {{placements: {{tensor: replicate}}}}",
+            "tensor",
         )
         return replace(placed, problems=(*placed.problems, problem))
     return replace(placed, placements={"expert": _all_with(owner, ranks), **placed.placements})
@@ -182,9 +179,7 @@ def _all_with(owner: int, ranks: int) -> RaggedShard:
     return RaggedShard((0,), tuple(int(place == owner) for place in range(ranks)))
 
 
-def _with_given(
-    parameter: ParameterDescription, assignment: Assignment, placed: Placed, given: Mapping[str, Placement]
-) -> Placed:
+def _with_given(assignment: Assignment, placed: Placed, given: Mapping[str, Placement]) -> Placed:
     """What a user decides. A parameter is cut as its role says, or whole: another cut is another computation, and is
     told, not made."""
     problems = list(placed.problems)
@@ -194,7 +189,7 @@ def _with_given(
         if each not in (usual, Replicate()):
             whole = "is kept whole" if usual == Replicate() else f"is cut as {usual}"
             message = f"{axis}: {each}, but the role {role} {whole} over {axis}"
-            problems.append(Problem("consistent", message, f"{parameter.name}: {{placements: {{{axis}: auto}}}}"))
+            problems.append(Problem("consistent", message, axis, "auto"))
     return replace(placed, problems=tuple(problems))
 
 

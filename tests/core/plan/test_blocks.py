@@ -9,7 +9,8 @@ from hyper_parallel.core.plan.derive import derive
 from hyper_parallel.core.plan.model import ModelDescription
 from hyper_parallel.core.plan.names import block_around, block_of
 from hyper_parallel.core.plan.plan import ShardingPlan
-from tests.core.plan.by_hand import by_hand
+from tests.core.plan.by_hand import by_hand, stored
+from tests.core.plan.linting import mended
 
 TWO = {"tensor": 2}
 
@@ -71,3 +72,80 @@ def test_experts_of_a_block_in_a_list_are_no_blocks_either():
     assert edges(plan) == {"layers.0": "entry"} and [unit.name for unit in plan.units] == ["layers.0", ""]
     (edge,) = [each for each in plan.boundaries if each.module == "layers.0"]
     assert [each.name for each in (*edge.inputs, *edge.outputs)] == ["hidden", "hidden"]
+
+
+# regions
+
+
+@pytest.mark.parametrize("kind", ["opaque", "transparent"])
+@pytest.mark.parametrize("module", ["model", "model.layers"])
+def test_a_region_around_the_blocks_has_all_tokens_at_its_ends(module, kind):
+    plain = derive(stored("llama"), DeviceMesh.from_sizes(TWO))
+    plan = derive(stored("llama"), DeviceMesh.from_sizes(TWO), {"regions": {module: {"kind": kind}}})
+    (region,) = [each for each in plan.boundaries if each.module == module]
+    ends = [end for each in (*region.inputs, *region.outputs) for end in (each.before, each.after, each.gradient)]
+    assert {str(each["tensor"]) for each in ends} == {"replicate"}
+    assert tuple(each for each in plan.boundaries if each is not region) == plain.boundaries
+
+
+def test_what_is_in_a_region_around_the_blocks_is_still_checked():
+    regions = {"model": {"kind": "transparent"}, "model.layers.1": {"kind": "transparent"}}
+    asked = {
+        "regions": regions,
+        "boundaries": {"model.layers.0.mlp": {"outputs": {"hidden": {"after": {"tensor": "replicate"}}}}},
+    }
+    (found,) = mended("llama", TWO, asked)
+    assert str(found) == (
+        "[chain] model.layers.0.mlp: hands on hidden states as (tensor: replicate), and no neighbour takes them so; "
+        "they lie as (tensor: shard(1)); write below `boundaries:`\n"
+        "    model.layers.0.mlp: {outputs: {hidden: {after: auto}}}"
+    )
+
+
+def test_a_region_around_the_blocks_does_not_cut_what_their_edges_take_whole():
+    asked = {"regions": {"model.layers": {"kind": "opaque", "inputs": {"hidden": {"after": {"tensor": "shard(1)"}}}}}}
+    (found,) = mended("llama", TWO, asked)
+    assert str(found) == (
+        "[chain] model.layers: has (tensor: shard(1)) inside, and model.layers.0 takes hidden states as (tensor: "
+        "replicate); write below `regions:`\n    model.layers: {inputs: {hidden: {after: auto}}}"
+    )
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("end", ["before", "after", "gradient", "gradient_before"])
+@pytest.mark.parametrize("side", ["inputs", "outputs"])
+def test_a_region_inside_of_a_boundary_takes_and_gives_what_that_does(side, end, sequence_parallel):
+    entry = {"kind": "transparent", side: {"hidden": {end: "auto"}}}
+    asked = {"sequence_parallel": sequence_parallel, "regions": {"model.layers.*.self_attn.q_proj": entry}}
+    plan = derive(stored("llama"), DeviceMesh.from_sizes(TWO), asked)
+    region, outer = (
+        next(each for each in plan.boundaries if each.module == f"model.layers.1.{module}")
+        for module in ("self_attn.q_proj", "self_attn")
+    )
+    (mine,), (around,) = getattr(region, side), getattr(outer, side)
+    lies, gradient = (around.after, around.gradient) if side == "inputs" else (around.before, around.source_gradient)
+    assert (mine.before, mine.after, mine.gradient, mine.source_gradient) == (lies, lies, gradient, gradient)
+
+
+def test_a_region_inside_of_a_boundary_that_gives_back_other_gradients_is_mended():
+    entry = {"kind": "transparent", "inputs": {"hidden": {"gradient_before": {"tensor": "replicate"}}}}
+    (found,) = mended("gpt_oss", TWO, {"regions": {"model.layers.1.self_attn.v_proj": entry}})
+    assert str(found) == (
+        "[chain] model.layers.1.self_attn.v_proj: gives gradients back as (tensor: replicate), and "
+        "model.layers.1.self_attn, around it, wants (tensor: partial); write below `regions:`\n"
+        "    model.layers.1.self_attn.v_proj: {inputs: {hidden: {gradient_before: auto}}}"
+    )
+
+
+def test_a_region_inside_of_an_opaque_one_takes_what_that_declares():
+    regions = [
+        {
+            "match": "model.layers.*.self_attn",
+            "kind": "opaque",
+            "inputs": {"hidden": {"gradient": {"tensor": "replicate"}}},
+        },
+        {"match": "model.layers.*.self_attn.q_proj", "kind": "opaque", "inputs": {"hidden": {"before": "auto"}}},
+    ]
+    plan = derive(stored("llama"), DeviceMesh.from_sizes(TWO), {"regions": regions})
+    (region,) = [each for each in plan.boundaries if each.module == "model.layers.0.self_attn.q_proj"]
+    assert str(region.inputs[0].source_gradient["tensor"]) == "replicate"

@@ -408,6 +408,56 @@ def test_all_violations_come_at_once_with_one_file_that_mends_them():
     )
 
 
+def test_a_boundary_taken_away_does_not_hide_what_its_entry_says_of_contracts():
+    ends = {
+        "inputs": {"hidden": {"after": {"tensor": "shard(2)"}}},
+        "outputs": {"hidden": {"after": {"tensor": "partial"}}},
+    }
+    found = mended("llama", TWO, {"boundaries": {"model.norm": {"type": "none", **ends}}})
+    assert [str(each) for each in found] == [
+        "[coverage] model.norm.weight: acts in no boundary: model.norm is none ('norm.weight' is a norm: 32 features: "
+        "hidden_size); write below `boundaries:`\n    model.norm: {type: auto}",
+        "[contract] model.norm: input hidden: after is given as (tensor: shard(2)); both ends of a norm have the same "
+        "whole tokens and no pending sum, such as (tensor: replicate); write below `boundaries:`\n"
+        "    model.norm: {inputs: {hidden: {after: auto}}}",
+        "[chain] model.norm: hands on hidden states as (tensor: partial), and no neighbour adds up a pending sum; they "
+        "lie as (tensor: replicate); write below `boundaries:`\n    model.norm: {outputs: {hidden: {after: auto}}}",
+    ]
+
+
+def test_what_agrees_with_a_boundary_taken_away_is_not_told():
+    asked = contract("model.layers.1.self_attn", "inputs", "before", "replicate")
+    norm = contract("model.layers.1.input_layernorm", "outputs", "after", "replicate")["boundaries"]
+    asked["boundaries"] |= {module: {"type": "none", **ends} for module, ends in norm.items()}
+    (found,) = mended("llama", TWO, asked)
+    assert (found.rule, found.line) == ("coverage", "model.layers.1.input_layernorm: {type: auto}")
+
+
+@pytest.mark.parametrize(
+    "role, then",
+    [("key", "the role up is cut as shard(0) over tensor"), ("none", "the role none is kept whole over tensor")],
+)
+def test_an_unknown_role_does_not_hide_a_cut_that_it_does_not_have(role, then):
+    name = "model.layers.0.mlp.up_proj.weight"
+    found = mended("llama", TWO, {"parameters": {name: {"role": role, "placements": {"tensor": "shard(1)"}}}})
+    assert f"tensor: shard(1), but {then}" in [each.message for each in found if each.where == name]
+
+
+def test_an_unknown_parameter_does_not_hide_a_cut_of_it():
+    asked = {"parameters": {"backbone.layers.*.mixer.A_log": {"placements": {"tensor": "shard(0)"}}}}
+    found = [each for each in mended("mamba", TWO, asked) if each.where == "backbone.layers.0.mixer.A_log"]
+    assert [each.rule for each in found] == ["unknown", "consistent"]
+    assert found[1].message == "tensor: shard(0), but the role none is kept whole over tensor"
+
+
+def test_heads_that_cannot_be_dealt_out_are_mended_whatever_cut_was_asked_for():
+    for name in ("q_proj", "o_proj"):
+        asked = {
+            "parameters": {f"model.layers.0.self_attn.{name}.weight": {"placements": {"tensor": "strided_shard(0, 2)"}}}
+        }
+        assert {each.rule for each in mended("llama", {"tensor": 3}, asked)} == {"heads"}
+
+
 def test_a_line_holds_only_for_those_that_need_it():
     asked = {"parameters": {"model.layers.1.mixer.**": {"role": "none"}}}
     model = by_hand({f"model.layers.{layer}.mixer.weight": ((7, 7), "Conv1d") for layer in range(3)})

@@ -321,7 +321,10 @@ REFUSALS = {
         {"parameters": {"model.layers.*.self_atn.q_proj.weight": {"role": "none"}}},
         "no parameter is called so; did you mean model.layers.",
     ),
-    "an entry that decides nothing": ({"parameters": {QUERY: {}}}, "decides nothing; write role, placements or pending"),
+    "an entry that decides nothing": (
+        {"parameters": {QUERY: {}}},
+        "decides nothing; write role, placements or pending",
+    ),
     "an entry that is no mapping": (
         {"parameters": {QUERY: "none"}},
         "found 'none', write a mapping with role, placements or pending",
