@@ -1,5 +1,7 @@
 """The first plan: from a description, as data, as text, as YAML."""
 
+from dataclasses import replace
+
 import pytest
 
 from hyper_parallel import DeviceMesh, ModelDescription, PlanError, Shard, ShardingPlan, plan
@@ -28,6 +30,14 @@ DECODER = description(
     ("layers.1.experts.0.w.weight", (4, 2)),
     ("norm.weight", (4,)),
     tied={"head.weight": "embed.weight"},
+)
+
+
+NORM = ModelDescription(
+    "Model",
+    (ParameterDescription("norm.weight", (4,), "float32", "RMSNorm"),),
+    {"": "Model", "norm": "RMSNorm"},
+    config={"hidden_size": 4},
 )
 
 
@@ -86,16 +96,29 @@ def test_the_table_shows_every_parameter_and_the_totals():
     text = made.table()
     assert "unit layers.0: freed after forward" in text
     assert "unit (the model itself): kept until backward" in text
-    row = next(line for line in text.splitlines() if "embed.weight" in line)
-    assert row.split() == ["embed.weight", "=", "head.weight", "10x4", "float32", "shard:", "shard(0)", "5x4", "80"]
+    assert "parameters (float32): over shard; -: whole; local: on rank 0\n" in text
+    lines = text.splitlines()
+    place = next(place for place, line in enumerate(lines) if "embed.weight" in line)
+    assert lines[place].split() == ["embed.weight", "10x4", "shard(0)", "5x4", "80"]
+    assert lines[place + 1] == "    = head.weight"
     # embed 160 B, two q of 64 B, norms of 12 B (2 and 1 of its 3 rows) and 16 B, w of 32 B
-    assert "rank 0, which holds the most, keeps 176 B of 348 B of parameters, 176 B of gradients and 352 B" in text
+    kept = "rank 0, which holds the most, keeps 176 B of 348 B of parameters, 176 B of gradients and 352 B"
+    assert kept in " ".join(text.split())
     # half of each travels: root 88 B once; blocks (32 + 8) and (32 + 16) B twice
     assert made.traffic() == (
         Flow("parameters", "all_gather", ("shard",), "fast", 264),
         Flow("parameters", "reduce_scatter", ("shard",), "fast", 176),
         Flow("parameters", "all_reduce", ("replicate",), "fast", 176),
     )
+
+
+@pytest.mark.parametrize("mesh", [{"replicate": 2, "shard": 1}, {"shard": 1, "tensor": 2}])
+def test_an_axis_of_one_rank_places_nothing(mesh, tmp_path):
+    made = plan(NORM, DeviceMesh.from_sizes(mesh))
+    assert made["norm.weight"].placements == {}
+    older = replace(made, parameters=tuple(replace(each, placements={"shard": Shard(0)}) for each in made.parameters))
+    older.save(tmp_path / "plan.yaml")
+    assert ShardingPlan.load(tmp_path / "plan.yaml")["norm.weight"].local_shape == (4,)
 
 
 def test_the_tier_of_traffic_is_that_of_the_groups_it_runs_in():

@@ -56,7 +56,7 @@ def units_by_parameter(model: ModelDescription) -> dict[str, str]:
 
 
 def _plan_parameter(parameter: ParameterDescription, mesh: DeviceMesh, unit: str) -> ParameterPlan:
-    split = "shard" in mesh.names and parameter.shape
+    split = mesh.axis_size("shard") > 1 and parameter.shape
     placements: dict[str, Placement] = {"shard": Shard(0)} if split else {}
     return ParameterPlan(
         parameter.name,

@@ -208,8 +208,8 @@ def _tokens(file: OverrideFile, mesh: DeviceMesh) -> tuple[int, int]:
         return ranks, LENGTH
     if file.tokens[0] < ranks:
         file.problems.append(
-            f"{file.origin}: tokens: {file.tokens[0]} sequences for {ranks} ranks that each take other ones; write at "
-            f"least [{ranks}, {file.tokens[1]}]"
+            f"{file.origin}: tokens: {file.tokens[0]} sequence{'s' * (file.tokens[0] > 1)} for {ranks} ranks that each "
+            f"take other ones; write at least [{ranks}, {file.tokens[1]}]"
         )
     return file.tokens
 

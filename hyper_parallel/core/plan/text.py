@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from math import prod
 from typing import Iterator, Sequence
 
@@ -17,6 +18,9 @@ from hyper_parallel.core.wire import Step
 
 ROOT = "(the model itself)"
 
+WIDTH = 120
+"""Columns that sentences are wrapped at."""
+
 
 def table(plan: ShardingPlan, topology: Topology | None = None, full: bool = False) -> str:
     """All boundaries, all units with their parameters, and the summary. Modules that are alike are shown once, by their
@@ -30,22 +34,23 @@ def summary(plan: ShardingPlan, topology: Topology | None = None) -> str:
     numel, held = sum(each.numel for each in plan.parameters), memory(plan)
     whose = "each rank" if held.even else f"rank {held.rank}, which holds the most,"
     lines = [
-        f"{plan.model_class}: {numel:,} parameters in {len(plan.parameters)} tensors, {len(plan.units)} units, "
-        f"mesh {plan.mesh}",
+        f"{plan.model_class}: {_count(numel, 'parameter')} in {_count(len(plan.parameters), 'tensor')}, "
+        f"{_count(len(plan.units), 'unit')}, mesh {plan.mesh}",
         f"{whose} keeps {_bytes(held.parameters)} of {_bytes(held.whole)} of parameters, {_bytes(held.gradients)} of "
         f"gradients and {_bytes(held.optimizer)} of optimizer state (AdamW, two moments in the dtype of the parameters)"
         f"; the largest gathered unit has {_bytes(held.gathered)}",
     ]
     flows = traffic(plan, topology)
     if flows:
-        lines += ["each rank receives in a step:", _traffic_table(flows)]
+        lines += ["each rank receives in a step:", *_traffic_table(flows).splitlines()]
     if plan.boundaries:
         sequences, length = plan.tokens
         lines.append(
-            f"activations are counted for {sequences:,} sequences of {length:,} tokens, {activation_bytes(plan)} bytes "
-            "an element; recomputation and what opaque regions exchange is not"
+            f"activations are counted for {_count(sequences, 'sequence')} of {_count(length, 'token')}, "
+            f"{activation_bytes(plan)} bytes an element; recomputation and what opaque regions exchange is not"
         )
-    return "\n".join(lines + [f"note: {note}" for note in plan.notes])
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(part for line in lines for part in _wrapped(line, "  "))
 
 
 def _traffic_table(flows: Sequence[Flow]) -> str:
@@ -131,49 +136,72 @@ def _side(axes: Sequence[str], before: ByAxis, after: ByAxis, steps: Sequence[St
 
 
 def parameter_table(plan: ShardingPlan, full: bool = False) -> str:
-    """Every unit with its parameters. Roles and what is pending have columns where the plan knows of roles."""
-    roles = any(each.role for each in plan.parameters)
-    other_names: dict[str, list[str]] = {}
-    for other, first in plan.tied.items():
-        other_names.setdefault(first, []).append(other)
-    head = ("parameter", "shape", "dtype", *(("role",) if roles else ()), "placement", "local shape", "local bytes")
-    rows: list[tuple[str, ...]] = [(*head, "pending besides replicate, shard", "notes") if roles else head]
+    """Every unit with its parameters, a line each, and lines below for what else is worth knowing of it. Where modules
+    are folded, names are those below the unit. Roles have a column where the plan knows of them, dtypes where they
+    differ."""
+    axes = [axis for axis in active(plan.mesh) if axis != "replicate"]
+    roles, dtypes = any(each.role for each in plan.parameters), {each.dtype for each in plan.parameters}
+    columns = {"shape": True, "dtype": len(dtypes) > 1, "role": roles, " | ".join(axes) or "placement": True}
+    head = ("parameter", *(name for name, shown in columns.items() if shown), "local", "bytes")
+    remarks = _remarks(plan)
     entries = [
         (
             each.name,
             (
                 unit.name.count(".") + 1 if unit.name else 0,
                 unit.reshard_after_forward,
-                *_cells(each, roles, other_names),
+                remarks[each.name],
+                tuple(cell for cell, shown in zip(_cells(each, axes), (*columns.values(), True, True)) if shown),
             ),
         )
         for unit in plan.units
         for each in plan.members(unit.name)
     ]
-    shown = None
-    for name, (depth, reshard, ties, *cells) in entries if full else fold(entries):
-        unit = ".".join(name.split(".")[:depth])
-        if (unit, depth) != shown:
-            shown = (unit, depth)
+    rows: list[tuple[str, ...]] = [head]
+    known = None
+    for name, (depth, reshard, told, cells) in entries if full else fold(entries):
+        unit, below = ".".join(name.split(".")[:depth]), ".".join(name.split(".")[depth:])
+        if (unit, depth) != known:
+            known = (unit, depth)
             rows.append((f"unit {unit or ROOT}: {'freed after forward' if reshard else 'kept until backward'}",))
-        rows.append((f"  {name}{ties}", *cells))
-    return _aligned(rows, right=len(head) - 1)
+        rows.append((f"  {name if full else below}", *cells))
+        rows.extend((line,) for remark in told for line in _wrapped(f"    {remark}", "      "))
+    return f"{_legend(plan, dtypes, axes, roles)}\n{_aligned(rows, right=len(head) - 1)}"
 
 
-def _cells(each: ParameterPlan, roles: bool, other_names: dict[str, list[str]]) -> Iterator[str]:
-    """The further names, then a cell for each column but the first."""
-    yield "".join(f" = {other}" for other in other_names.get(each.name, ()))
+def _legend(plan: ShardingPlan, dtypes: set[str], axes: Sequence[str], roles: bool) -> str:
+    """What the columns hold."""
+    dtype = f" ({next(iter(dtypes))})" if len(dtypes) == 1 else ""
+    over = f"over {' | '.join(axes)}; -: whole" if axes else "whole"
+    pending = "; pending: whole, its gradient a partial sum" if roles else ""
+    return f"parameters{dtype}: {over}{pending}; local: on rank {plan.mesh.ranks[0]}"
+
+
+def _remarks(plan: ShardingPlan) -> dict[str, tuple[str, ...]]:
+    """The further names and the notes of every parameter."""
+    found = {each.name: [] for each in plan.parameters}
+    for other, first in plan.tied.items():
+        found[first].append(f"= {other}")
+    return {each.name: (*found[each.name], *each.notes) for each in plan.parameters}
+
+
+def _cells(each: ParameterPlan, axes: Sequence[str]) -> Iterator[str]:
+    """A cell for each column but the first."""
     yield "x".join(map(str, each.shape)) or "scalar"
     yield each.dtype
-    if roles:
-        yield each.role
-    placement = ", ".join(f"{axis}: {_short(value)}" for axis, value in each.placements.items()) or "replicate"
-    yield placement if each.trainable else f"{placement} (frozen)"
+    yield each.role
+    lies = " | ".join(_along(axis, each) for axis in axes) or "whole"
+    yield lies if each.trainable else f"{lies} (frozen)"
     yield "x".join(map(str, each.local_shape)) or "scalar"
     yield f"{prod(each.local_shape) * each.item_bytes:,}"
-    if roles:
-        yield ", ".join(axis for axis in each.pending if axis not in DATA_PARALLEL) or "-"
-        yield "; ".join(each.notes)
+
+
+def _along(axis: str, each: ParameterPlan) -> str:
+    """How a parameter lies along one axis. The gradient is pending along data axes always, so this is not told."""
+    placement = each.placements.get(axis, Replicate())
+    if placement != Replicate():
+        return _short(placement)
+    return "pending" if each.trainable and axis in each.pending and axis not in DATA_PARALLEL else "-"
 
 
 def _short(placement: Placement) -> str:
@@ -199,6 +227,15 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _wrapped(line: str, indent: str) -> list[str]:
+    """The line in lines of at most `WIDTH`, the further ones indented."""
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _bytes(count: int) -> str:

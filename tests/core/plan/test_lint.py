@@ -108,6 +108,13 @@ def test_heads_are_told_with_the_rule_that_led_there():
     assert "is a query: out 32 = 4 heads of 8" in found[0].because
 
 
+def test_heads_of_keys_are_called_so():
+    assert {each.message for each in mended("llama", {"tensor": 3})} == {
+        "4 heads can't be dealt out to 3 tensor ranks",
+        "2 key/value heads can't be dealt out to 3 tensor ranks",
+    }
+
+
 def test_attention_kept_whole_gives_complete_gradients():
     asked = {"parameters": {"model.layers.*.self_attn.**": {"placements": {"tensor": "replicate"}}}}
     plan = derive(stored("llama"), DeviceMesh.from_sizes({"shard": 2, "tensor": 3}), asked)

@@ -309,7 +309,7 @@ REFUSALS = {
     "one number of tokens": ({"tokens": 8}, "tokens: found 8, write [SEQUENCES, LENGTH]"),
     "too few sequences": (
         {"tokens": [1, 64]},
-        "tokens: 1 sequences for 2 ranks that each take other ones; write at least [2, 64]",
+        "tokens: 1 sequence for 2 ranks that each take other ones; write at least [2, 64]",
     ),
     "an entry without a pattern": (
         {"parameters": [{"role": "none"}]},

@@ -171,22 +171,48 @@ def test_the_table_names_contracts_transitions_roles_and_what_is_pending():
         "    out hidden: partial -> shard(1) on tensor: reduce_scatter | "
         "gradient shard(1) -> replicate on tensor: all_gather",
     ]
-    norms = [line.split() for line in lines if "norm.weight" in line]
-    assert norms == [
-        ["layers.0.input_layernorm.weight", "32", "float32", "norm", "shard:", "shard(0)", "16", "64", "tensor"],
-        [
-            "layers.0.post_attention_layernorm.weight",
-            "32",
-            "float32",
-            "norm",
-            "shard:",
-            "shard(0)",
-            "16",
-            "64",
-            "tensor",
-        ],
-        ["norm.weight", "32", "float32", "norm", "shard:", "shard(0)", "16", "64", "-"],
+    assert lines[lines.index("") + 1 :][:2] == [
+        "parameters (float32): over shard | tensor; -: whole; pending: whole, its gradient a partial sum; "
+        "local: on rank 0",
+        "parameter                          shape  role              shard | tensor                  local  bytes",
     ]
+    assert [line.split() for line in lines if "norm.weight" in line] == [
+        ["input_layernorm.weight", "32", "norm", "shard(0)", "|", "pending", "16", "64"],
+        ["post_attention_layernorm.weight", "32", "norm", "shard(0)", "|", "pending", "16", "64"],
+        ["norm.weight", "32", "norm", "shard(0)", "|", "-", "16", "64"],
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
+def test_the_table_fits_a_terminal(family):
+    mesh = DeviceMesh((2, 4, 2), ("replicate", "shard", "tensor"))
+    assert max(map(len, plan(stored(family), mesh).table().splitlines())) <= 120
+
+
+def test_dtypes_have_a_column_where_they_differ():
+    model = decoder()
+    mixed = replace(model, parameters=(replace(model.parameters[0], dtype="bfloat16"), *model.parameters[1:]))
+    lines = plan(mixed, MESH).table().splitlines()
+    assert any(line.startswith("parameters: over shard | tensor;") for line in lines)
+    assert [line.split()[2] for line in lines if "embed_tokens.weight" in line or "lm_head.weight" in line] == [
+        "bfloat16",
+        "float32",
+    ]
+
+
+def test_notes_and_further_names_stand_below_their_parameter():
+    lines = plan(stored("gpt2"), MESH).table().splitlines()
+    place = next(place for place, line in enumerate(lines) if "attn.c_proj.bias" in line)
+    assert lines[place + 1] == "    added once, after the reduction"
+    place = next(place for place, line in enumerate(lines) if "wte.weight" in line)
+    assert lines[place + 1] == "    = lm_head.weight"
+
+
+def test_one_of_a_kind_is_no_plural():
+    one = plan(by_hand({"norm.weight": ((1,), "RMSNorm")}), DeviceMesh((2,), ("shard",)))
+    assert one.summary().startswith("Model: 1 parameter in 1 tensor, 1 unit, mesh shard=2\n")
+    alone = plan(decoder(), DeviceMesh((2,), ("tensor",)), {"tokens": [1, 1]})
+    assert "activations are counted for 1 sequence of 1 token, 4 bytes an element" in alone.summary()
 
 
 def test_layers_that_are_alike_are_shown_once_and_all_of_them_when_asked():
@@ -195,6 +221,8 @@ def test_layers_that_are_alike_are_shown_once_and_all_of_them_when_asked():
     assert "layers.0-47.self_attn: attention" in short and "layers.17." not in short
     assert len(short.splitlines()) < 60
     assert all(f"layers.{layer}.mlp: mlp" in full for layer in range(48))
+    assert "unit layers.0-47: " in short and "\n  mlp.up_proj.weight " in short
+    assert all(f"\n  layers.{layer}.mlp.up_proj.weight " in full for layer in range(48))
 
 
 def test_folding_keeps_what_differs_apart():
