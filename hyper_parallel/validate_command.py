@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 import hyper_parallel
 from hyper_parallel.core.errors import ConfigError, ContractError
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     tokens, mesh = parse_tokens(options.tokens), parse_mesh(options.mesh)
     model = load_code(options.model)
     if options.model.startswith("hf:"):
-        model.eval()  # as configurations have them, models drop elements at random
+        _prepare(model)
     asked = {} if options.overrides is None else {"overrides": options.overrides}
     plan = hyper_parallel.plan(model, mesh, **asked)
     try:
@@ -42,6 +43,14 @@ def run(options: argparse.Namespace) -> int:
         print(f"the plan does not hold: {error}")
         return 1
     return 0
+
+
+def _prepare(model: Any) -> None:
+    """Let a model of Hugging Face's run on shapes: without dropout, which configurations have as they come, and with
+    experts as batched products, since a loop over experts asks which of them have tokens."""
+    model.eval()
+    if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        model.set_experts_implementation("batched_mm")
 
 
 def parse_tokens(text: str) -> tuple[int, int]:

@@ -61,10 +61,28 @@ def planned(model: torch.nn.Module, sizes: dict[str, int], sequence_parallel: bo
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_of_every_family_holds_on_shapes(family, sizes):
     model = made(family)
-    verdict = hp.validate(model, planned(model, sizes), (2, 8))
+    plan = planned(model, sizes)
+    verdict = hp.validate(model, plan, (2, 8))
     assert verdict.boundaries > 5 and verdict.operators > 50 and not verdict.skipped
-    assert set(verdict.trusted) <= {name for name, _ in model.named_modules() if name.endswith((".experts", ".mlp"))}
+    believed = (each.module for each in plan.boundaries if each.region == "opaque" or each.module.endswith(".experts"))
+    assert set(verdict.trusted) == set(believed)
     assert all(each.is_meta for each in model.parameters()) and "weight" not in vars(model.lm_head)
+
+
+def test_experts_run_on_shapes_as_batched_products():
+    model = made("qwen3_moe")
+    model.set_experts_implementation("batched_mm")
+    plan = planned(model, {"tensor": 2})
+    assert hp.validate(model, plan, (2, 8)).trusted == ()
+    wrong = replace(
+        plan,
+        parameters=tuple(
+            replace(each, placements={"tensor": hp.Shard(1)}) if each.role == "expert_gate_up" else each
+            for each in plan.parameters
+        ),
+    )
+    with pytest.raises(ContractError, match=r"^model\.layers\.0\.mlp\.experts: chunk over tensor: "):
+        hp.validate(model, wrong, (2, 8))
 
 
 def test_a_broken_plan_stops_where_it_is_broken():
@@ -114,7 +132,7 @@ def test_real_sizes_on_768_ranks_take_less_than_a_minute(tmp_path, capsys, value
     assert time.perf_counter() - begun < 60
     told = capsys.readouterr().out
     assert "the plan holds" in told and "on ranks 0 and 767" in told
-    assert "not run on shapes alone, taken as their boundaries say: model.layers." in told
+    assert "believed as their boundaries say, being opaque or not to be run on shapes: model.layers." in told
 
 
 def test_the_command_tells_a_broken_plan_by_its_exit_status(tmp_path, capsys):

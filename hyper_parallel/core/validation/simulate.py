@@ -36,7 +36,7 @@ class Verdict:
     """What a simulation has seen; that there is one says that the plan holds.
 
     `ranks` have been run; `boundaries` counts those that were checked, `operators` the calls that were looked up.
-    `trusted` are modules that could not be run on shapes alone, and what their boundaries say has been believed.
+    `trusted` are modules of which their boundaries have been believed: opaque regions, and code that asks for values.
     `skipped` says what of backward was not run, "" where all of it was.
     """
 
@@ -58,7 +58,7 @@ class Verdict:
         if self.trusted:
             more = [f"and {len(self.trusted) - 3} more"] if len(self.trusted) > 3 else []
             shown = ", ".join([*self.trusted[:3], *more])
-            lines.append(f"not run on shapes alone, taken as their boundaries say: {shown}")
+            lines.append(f"believed as their boundaries say, being opaque or not to be run on shapes: {shown}")
         if not self.training:
             lines.append("in evaluation mode: dropout was not drawn")
         if self.skipped:
@@ -123,7 +123,7 @@ class _Run:
         self._found = find_adaptations(self._facts)
         self._found.regions.clear()  # what they send depends on values
         self.following = Following(self._facts, self._found, is_real=False)
-        self.trusted: list[str] = []
+        self.trusted = [each.module for each in plan.boundaries if each.region == "opaque"]
         self._leaves: list[Tensor] = []
         self.skipped = ""
 
