@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Iterator, Mapping
 
 from hyper_parallel.core.plan.forms import matches
 from hyper_parallel.core.plan.names import block_of
+from hyper_parallel.core.plan.placing import BY_TOKEN
 from hyper_parallel.core.plan.role_rules import LIST_CLASSES, OTHER_ATTENTION, OTHER_ATTENTION_CLASSES, PRELUDES
 from hyper_parallel.core.plan.violations import Finding
 from hyper_parallel.core.plan.whole import Place, above
@@ -94,7 +95,16 @@ def _why_not(draft: Draft, name: str, place: Place) -> str:
     for module in above(name):
         if module.rpartition(".")[2] in OTHER_ATTENTION or matches(modules.get(module, ""), OTHER_ATTENTION_CLASSES):
             return "stands in attention to other tokens, which nothing tells to be cut or whole"
-    if place.inside or place.module == block_of(name):
+    if place.module == block_of(name):
+        return ""
+    if (place.inside or place.module) and _may_be_handed_out(draft, name, place):
+        size = draft.blocks.streams.hidden
+        return (
+            f"has the hidden size {size} in dim {draft.shapes[name].index(size)} and stands bare in a module that has "
+            "all tokens, and nothing tells whether that hands it to what has a part of them; `pending: none` says that "
+            "it does not, and `pending: [tensor]` that it does"
+        )
+    if place.inside:
         return ""
     if not place.module:
         many = sum(size > 1 for size in draft.shapes[name]) > 1
@@ -102,6 +112,19 @@ def _why_not(draft: Draft, name: str, place: Place) -> str:
     if _is_leaf(draft, place.module) and len(draft.shapes[name]) > 1:
         return "is computed with alone in a block, and nothing tells whether tokens are mixed behind it"
     return ""
+
+
+def _may_be_handed_out(draft: Draft, name: str, place: Place) -> bool:
+    """Tell whether a module that gathers the tokens may give a parameter itself to what is around it, as those do that
+    leave the adding of a bias to others: not what linears and other modules without parts hold for their own use."""
+    owner, _, leaf = name.rpartition(".")
+    if draft.blocks.streams.hidden not in draft.shapes[name] or draft.overrides.pending(name) is not None:
+        return False
+    if draft.kinds.get(place.inside) in BY_TOKEN:
+        return False
+    if not _is_leaf(draft, owner):
+        return True
+    return owner == place.module and leaf not in ("weight", "bias")
 
 
 def _vocabularies(draft: Draft) -> set[int]:

@@ -72,6 +72,14 @@ WRONG = {
         "layers.0.mix.weight",
         "is computed with alone in a block, and nothing tells whether tokens are mixed behind it",
     ),
+    "a bias that a module may hand out": (
+        decoder({"conv.mix.weight": ((32, 32), "Linear"), "conv.mix_bias": ((32,), "Conv")}),
+        kept("conv.**"),
+        "layers.0.conv.mix_bias",
+        "has the hidden size 32 in dim 0 and stands bare in a module that has all tokens, and nothing tells whether "
+        "that hands it to what has a part of them; `pending: none` says that it does not, and `pending: [tensor]` that "
+        "it does",
+    ),
     "attention to other tokens": (
         decoder({"cross_attn.mix.weight": ((32, 32), "Linear")}),
         kept("cross_attn.mix.weight"),
@@ -87,6 +95,40 @@ def test_who_sees_which_tokens_must_be_known(case):
     (found,) = mended(described, TWO, asked)
     assert (found.rule, found.where, found.line, found.section) == ("sequence", where, "sequence_parallel: false", "")
     assert found.message == message
+
+
+BIAS = "self_attn.out_bias"
+
+
+@pytest.mark.parametrize("whole", ["layers.*.self_attn.**", f"layers.*.{BIAS}"])
+def test_a_bias_that_may_be_added_behind_its_module_is_not_pasted_into_a_wrong_plan(whole):
+    """Kept whole with all of its attention, or alone in an attention that is whole too, as GPT-NeoX-Japanese has it."""
+    described = decoder({BIAS: ((32,), "Attention")})
+    parameters = [{"match": whole, "role": "none"}, {"match": "**.self_attn.**", "placements": {"tensor": "replicate"}}]
+    (found,) = mended(described, TWO, {"parameters": parameters})
+    assert (found.rule, found.where) == ("sequence", f"layers.0.{BIAS}")
+    found = mended(described, TWO)
+    assert [each.rule for each in found] == ["unknown", "sequence"]
+
+
+@pytest.mark.parametrize("said, pending", [(["tensor"], ("tensor",)), ("none", ())])
+def test_who_adds_a_bias_is_asked(said, pending):
+    entries = [{"match": "**.self_attn.**", "role": "none"}, {"match": f"**.{BIAS}", "pending": said}]
+    plan = derive(decoder({BIAS: ((32,), "Attention")}), DeviceMesh.from_sizes(TWO), {"parameters": entries})
+    assert plan.sequence_parallel and plan[f"layers.1.{BIAS}"].pending == pending
+    assert not plan["layers.1.self_attn.q_proj.weight"].pending
+
+
+def test_what_modules_hold_for_their_own_use_is_not_handed_out():
+    extra: Parameters = {
+        "conv.mix.weight": ((32, 32), "Linear"),
+        "conv.mix.bias": ((32,), "Linear"),
+        "conv.norm.weight": ((32,), "RMSNorm"),
+        "conv.gate.rate": ((32,), "Gate"),
+        "conv.scale": ((7,), "Conv"),
+    }
+    assert wrong(decoder(extra), TWO, kept("conv.**")) == []
+    assert wrong(decoder({"mixer.bias": ((32,), "Block")}), TWO, kept("mixer.bias")) == []
 
 
 def test_the_line_stands_at_the_top_of_the_file():
