@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Iterator
 
 from hyper_parallel.core.backend import Module, Tensor
+from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.facts import Facts, is_cut, is_in
 from hyper_parallel.core.plan.model_json import config_of
@@ -22,8 +23,9 @@ WIDTHS = ("split_size", "embed_dim", "hidden_size", "inner_dim", "attn_hidden_si
 QUERIES_PER_KEY = ("num_key_value_groups", "groups", "n_rep")
 """Attributes of attention that say how many query heads share a key head."""
 
-SLOPES = ("alibi", "position_bias")
-"""Arguments of attention with something for each head: `[heads, ...]` or `[samples * heads, ...]`."""
+SLOPES = ("alibi", "position_bias", "attention_mask")
+"""Arguments of attention that may have something for each head: `[samples, heads, queries, keys]`, and but for masks
+`[heads, queries, keys]` or `[samples * heads, queries, keys]`."""
 
 
 OUTPUTS = "nf"
@@ -48,7 +50,7 @@ def find_heads(facts: Facts, found: Adaptations) -> None:
             for path, module in below:
                 _count(facts, found, path, module, _key_heads(facts, kept[0]) if kept else None)
             if slopes is not None:
-                found.arguments.setdefault(name, []).append(OwnSlopes(slopes, facts.place, facts.ranks))
+                found.arguments.setdefault(name, []).append(OwnSlopes(name, slopes, facts.place, facts.ranks))
             for parameter in kept:
                 _pick(facts, found, name, parameter)
 
@@ -94,21 +96,50 @@ def _is_count(value: object) -> bool:
 
 
 class OwnSlopes:
-    """Of something for each of all heads, `[heads, ...]` or `[samples * heads, ...]`, what belongs to a rank's own."""
+    """Of something for each of all heads what belongs to a rank's own. The number of dims tells which is over heads, as
+    a number of samples may look like a number of heads: of four the second, of three the first."""
 
-    def __init__(self, heads: int, place: int, ranks: int):
+    def __init__(self, attention: str, heads: int, place: int, ranks: int):
+        self.attention = attention
         self.heads = heads
         self._start, self._stop = chunk_bounds(heads, ranks, place)
 
     def __call__(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of attention with its own heads' part."""
+        """The arguments of attention with its own heads' part.
+
+        Raises:
+            ContractError: one has another number of dims, or no size that all heads can have.
+        """
         for key in SLOPES:
             value = kwargs.get(key)
-            if value is not None and value.shape[0] % self.heads == 0:
-                rest = tuple(value.shape[1:])
-                own = value.reshape((-1, self.heads, *rest))[:, self._start : self._stop].reshape((-1, *rest))
-                kwargs = {**kwargs, key: own}
+            found = None if value is None else self.dim_of_heads(key, value)
+            if found is not None:
+                dim, blocks = found
+                before, after = tuple(value.shape[:dim]), tuple(value.shape[dim + 1 :])
+                split = value.reshape((*before, blocks, self.heads, *after))
+                own = split[(slice(None),) * (dim + 1) + (slice(self._start, self._stop),)]
+                kwargs = {**kwargs, key: own.reshape((*before, -1, *after))}
         return args, kwargs
+
+    def dim_of_heads(self, key: str, value: Tensor) -> tuple[int, int] | None:
+        """The dim over heads, and how many times all of them stand along it; None where all heads share the value.
+
+        Raises:
+            ContractError: as calling does.
+        """
+        shape = tuple(int(size) for size in value.shape)
+        if len(shape) == 4 and shape[1] in (1, self.heads):
+            return (1, 1) if shape[1] > 1 else None
+        if key == "attention_mask":
+            return None
+        if len(shape) == 3 and shape[0] % self.heads == 0:
+            return 0, shape[0] // self.heads
+        raise ContractError(
+            f"{self.attention} takes {key} of shape {list(shape)}, and works on a part of its {self.heads} heads; which "
+            f"part of {key} these need is known for [samples, {self.heads}, queries, keys], [{self.heads}, queries, "
+            f"keys] and [samples * {self.heads}, queries, keys]; for another shape keep the module whole: "
+            f"{self.attention}.**: {{placements: {{tensor: replicate}}}}"
+        )
 
 
 def _key_heads(facts: Facts, parameter: ParameterPlan) -> int | None:

@@ -57,6 +57,7 @@ def assign_adapter(
         interleaved=role.interleaved,
         heads=role.heads,
         packed_heads=role.packed_heads,
+        sliced=role.sliced,
     )
 
 
@@ -80,6 +81,7 @@ def _magnitude(parameter: ParameterDescription, role: Assignment, out: int) -> A
         interleaved=role.interleaved,
         heads=role.heads,
         packed_heads=role.packed_heads,
+        sliced=role.sliced,
     )
 
 

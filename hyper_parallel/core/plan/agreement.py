@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Iterator
+from typing import Container, Iterable, Iterator
 
 from hyper_parallel.core.plan.assignment import Assignment
 from hyper_parallel.core.plan.model import ParameterDescription
@@ -44,6 +44,38 @@ def disagreements(known: Iterable[Known]) -> Iterator[tuple[str, str]]:
             place = ".".join(holder) or "the model"
             for _, parameter, _ in members:
                 yield parameter.name, f"'{place}': {reason}"
+
+
+def second_attentions(known: Iterable[Known], given: Container[str]) -> Iterator[tuple[str, str]]:
+    """Names of parameters of attention that stands beside another in one block, with that in words. Two that read the
+    same tokens look as one that reads a memory does, and only the first is sure; one that has a role of those `given`
+    by a user is as the user says."""
+    attentions: dict[Path, list[str]] = {}
+    for name, parameter, role in known:
+        if ROLES[role.role].boundary in ("attention", "wide_norm"):
+            attentions.setdefault(acts_in(name), []).append(parameter.name)
+    blocks: dict[Path, list[Path]] = {}
+    for path in attentions:
+        if block := _block_around(path):
+            blocks.setdefault(block, []).append(path)
+    for block, paths in blocks.items():
+        outer = [path for path in paths if not any(path != each and path[: len(each)] == each for each in paths)]
+        for path in outer[1:]:
+            names = [each for inner, each in attentions.items() if inner[: len(path)] == path]
+            names = [each for own in names for each in own]
+            if any(each in given for each in names):
+                continue
+            first, second = (".".join(each[len(block) :]) for each in (outer[0], path))
+            reason = (
+                f"'{'.'.join(block)}' holds two attentions, {first} and {second}, and nothing tells that {second} reads "
+                f"the same tokens as {first}; a role by hand for one of its parameters does"
+            )
+            yield from ((each, reason) for each in names)
+
+
+def _block_around(path: Path) -> Path:
+    """The innermost element of a list around a module, () for none."""
+    return next((path[:depth] for depth in range(len(path) - 1, 0, -1) if path[depth - 1].isdigit()), ())
 
 
 def _bias(each: Known, weights: dict[tuple[Path, str], Known]) -> str | None:

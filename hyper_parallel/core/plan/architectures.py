@@ -18,7 +18,8 @@ class FusedAttention:
     value, so that a contiguous cut between groups is a cut between heads. "woven": in an order that no cut respects, or
     whose cut the module's code would not follow. `key_value_heads` is "one", "each" (as many
     as query heads) or the configuration's key that holds the number. `when` are configuration values without which the
-    entry does not hold.
+    entry does not hold. `sliced`: the code takes the features apart where the configuration's number of heads says,
+    and that can't be told another number.
     """
 
     order: str
@@ -26,6 +27,7 @@ class FusedAttention:
     classes: tuple[str, ...]
     model_types: tuple[str, ...]
     when: Mapping[str, object] = field(default_factory=dict)
+    sliced: bool = False
 
 
 _FALCON = ("FalconAttention", "FalconFlashAttention2")
@@ -33,9 +35,12 @@ _BIGCODE = ("GPTBigCodeAttention", "GPTBigCodeFlashAttention2", "GPTBigCodeSdpaA
 
 FUSED_ATTENTION: tuple[FusedAttention, ...] = (
     FusedAttention("concatenated", "each", ("GPT2Attention", "GPT2SdpaAttention", "GPT2FlashAttention2"), ("gpt2",)),
-    # Concatenated, and taken apart where the configuration's number of heads says, which no module can be told.
     FusedAttention(
-        "woven", "num_key_value_heads", ("Phi3Attention", "Phi3SdpaAttention", "Phi3FlashAttention2"), ("phi3",)
+        "concatenated",
+        "num_key_value_heads",
+        ("Phi3Attention", "Phi3SdpaAttention", "Phi3FlashAttention2"),
+        ("phi3",),
+        sliced=True,
     ),
     FusedAttention("concatenated", "each", ("MptAttention",), ("mpt",)),
     FusedAttention("concatenated", "each", (), ("openai-gpt",)),

@@ -27,6 +27,7 @@ class Assignment:
             key/value heads, for a grouped fused projection the groups that can be cut apart. None where there are none
             or nothing tells how many: then it must not be cut.
         packed_heads: heads in each block of a fused projection that is packed end to end.
+        sliced: its module's code needs all of the blocks, and takes them apart where the configuration says.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Assignment:
     interleaved: int = 1
     heads: int | None = None
     packed_heads: tuple[int, ...] = ()
+    sliced: bool = False
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,8 @@ def fused_attention(match: Match) -> Fields:
     if entry.order == "grouped":
         return fields | {"heads": shared}
     blocks = (count, shared, shared)
-    return fields | {"packing": tuple(block * each for block in blocks), "heads": count, "packed_heads": blocks}
+    packing = tuple(block * each for block in blocks)
+    return fields | {"packing": packing, "heads": count, "packed_heads": blocks, "sliced": entry.sliced}
 
 
 def _fused_entry(match: Match) -> FusedAttention:

@@ -102,14 +102,14 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
     gated = around.all_heads and assignment.role == "attention_gate"
     if how == "gathered" or gated or (assignment.role == "qkv" and assignment.heads and assignment.heads % ranks):
         note = "" if how == "gathered" or gated else f"{assignment.heads} groups of heads for {ranks} tensor ranks: "
-        if note and assignment.heads == 1:
-            note = "no cut between its heads is one between features: "
         return Placed({"tensor": Shard(dim)}, gathers=True, notes=(f"{note}cut as one, and its output is gathered",))
     if how in ("output", "heads") and len(assignment.packing) > 1:
-        if len(set(assignment.packing)) == 1:
+        alike = len(set(assignment.packing)) == 1
+        if alike and not assignment.sliced:
             return Placed({"tensor": StridedShard(dim, len(assignment.packing))}, problems=problems)
         blocks = " + ".join(map(str, assignment.packing))
-        note = f"blocks of {blocks} can't be cut alike: cut as one, and its output is gathered"
+        why = "are taken apart where the configuration says" if alike else "can't be cut alike"
+        note = f"blocks of {blocks} {why}: cut as one, and its output is gathered"
         return Placed({"tensor": Shard(dim)}, gathers=True, notes=(note,), problems=problems)
     uneven = (f"{size} over {ranks} tensor ranks: uneven",) if size % ranks else ()
     return Placed({"tensor": Shard(dim)}, notes=uneven, problems=problems)

@@ -220,7 +220,30 @@ KINDS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 INSIDE = frozenset({"act_fn", "forget_gate", "indexer"})
 """Modules whose parameters act in the one around them."""
 
-OTHER_ATTENTION = frozenset({"encoder_attn", "cross_attn", "crossattention", "cross_attention", "inter_attention"})
+OTHER_ATTENTION = frozenset(
+    {
+        "attn2",
+        "attention2",
+        "context_attn",
+        "cross",
+        "cross_attention",
+        "cross_attn",
+        "crossattention",
+        "crossattn",
+        "enc_attn",
+        "enc_dec_attn",
+        "encdec_attn",
+        "encoder_attention",
+        "encoder_attn",
+        "encoder_decoder_attention",
+        "inter_attention",
+        "memory_attn",
+        "multihead_attn",
+        "src_attn",
+        "x_attn",
+        "xattn",
+    }
+)
 """Attention to something else than the tokens before: not planned, whatever its class."""
 
 OTHER_ATTENTION_CLASSES = ("*Cross*Attention*", "*Cross*Attn*", "*EncDec*Attention*", "*EncoderDecoder*Attention*")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Callable, Iterable, Iterator, Mapping
 
 from hyper_parallel.core.plan.adapters import assign_adapter
-from hyper_parallel.core.plan.agreement import disagreements
+from hyper_parallel.core.plan.agreement import disagreements, second_attentions
 from hyper_parallel.core.plan.assignment import Assignment, RoleResult
 from hyper_parallel.core.plan.forms import FORMS, Match, matches
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
@@ -57,7 +57,7 @@ def assign_roles(model: ModelDescription, given: Mapping[str, tuple[str, str]] |
         for name, each in zip(names, parameters)
         if each.name in assigned and not name.adapter
     ]
-    for name, reason in disagreements(known):
+    for name, reason in (*disagreements(known), *second_attentions(known, given)):
         unknown.setdefault(name, []).append(reason)
         assigned.pop(name, None)
     linears = {(name.path, name.leaf): (each, assigned.get(each.name)) for name, each, _ in known}

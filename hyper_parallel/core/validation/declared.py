@@ -76,9 +76,9 @@ class _Dealt:
         for key, value in changed.items():
             track = self._watch.track_of(before[key])
             states = self._watch.whole if track is None else track.states
-            samples = before[key].shape[0] // self._change.heads
+            dim, blocks = self._change.dim_of_heads(key, before[key])
             plain = self._watch.backend.interception.plain(value)
-            changed[key] = _followed(self._watch, plain, track, states, cut(0, samples))
+            changed[key] = _followed(self._watch, plain, track, states, cut(dim, blocks))
         return args, {**kwargs, **changed}
 
 
