@@ -74,6 +74,7 @@ def violations(facts: Facts) -> Iterator[str]:
     planned = {each.name for each in plan.parameters} | set(plan.tied)
     yield from (f"{name} is in the plan only" for name in sorted(planned - set(uses)))
     yield from (f"{name} is in the model only" for name in sorted(set(uses) - planned))
+    yield from _tie_violations(plan, uses)
     yield from _unit_violations(facts)
     for name in sorted(planned & set(uses)):
         yield from _parameter_violations(backend, uses, plan, name)
@@ -83,6 +84,14 @@ def violations(facts: Facts) -> Iterator[str]:
 def is_sharded(backend: Backend, model: Module) -> bool:
     """Tell whether `parallelize` or `fully_shard` has been here."""
     return next(iter(units_of(backend, model)), None) is not None
+
+
+def _tie_violations(plan: ShardingPlan, uses: dict[str, ParameterUse]) -> Iterator[str]:
+    first: dict[int, str] = {}
+    for name, use in uses.items():
+        other = first.setdefault(id(use.parameter), name)
+        if plan.tied.get(name, name) != plan.tied.get(other, other):
+            yield f"{name} is tied to {other} in the model and not in the plan"
 
 
 def _unit_violations(facts: Facts) -> Iterator[str]:
@@ -105,9 +114,6 @@ def _parameter_violations(
     first = uses.get(each.name)
     if first is not None and first.parameter is not parameter:
         yield f"{name} is tied to {each.name} in the plan and not in the model"
-    for other in uses.values():
-        if other.parameter is parameter and plan.tied.get(other.name, other.name) != each.name:
-            yield f"{name} is tied to {other.name} in the model and not in the plan"
     facts = {
         "shape": (tuple(int(size) for size in parameter.shape), each.shape),
         "dtype": (backend.tensors.dtype_name(parameter), each.dtype),
