@@ -96,6 +96,7 @@ def _among_changed(x: Operand, shape: Shape, places: Places, hole: int | None) -
     """
     left, right, last = 0, 0, len(shape) - 1
     with_samples = (x.dims, len(shape), x.state.cut) == (4, 3, 1)
+    hole = None if with_samples else hole
     for end in ("left", "right") if x.dims > 3 and not with_samples else ("right", "left"):
         if end == "left":
             most = min(x.state.cut, last - right)

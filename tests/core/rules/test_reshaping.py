@@ -19,6 +19,7 @@ CARRIED = {
     "packed projections as heads": ((B, S, 3 * 4 * D), cut(2, 3), (B, S, -1, D), cut(2, 3)),
     "heads merged": ((B, S, 4, D), cut(2), (B, S, -1), cut(2)),
     "one head merged": ((B, S, 1, D), cut(2), (B, S, D), cut(2)),
+    "one head of features that stay": ((B, S, 1, D), cut(2), (B, S, 1, -1, 4), cut(2)),
     "one head merged, with a -1": ((B, S, 1, D), cut(2), (B, S, -1), cut(2)),
     # Tokens.
     "tokens merged": ((B, S, D), cut(1), (-1, D), cut(0, B)),
@@ -30,6 +31,7 @@ CARRIED = {
     "all merged": ((B, S, D), cut(2), (-1,), cut(0, B * S)),
     # Heads beside samples, and keys repeated.
     "heads merged with samples": ((B, 4, S, D), cut(1), (-1, S, D), cut(0, B)),
+    "one head merged with samples, a -1 for tokens": ((B, 1, S, D), cut(1), (B, -1, D), cut(0, B)),
     "one head merged with samples": ((B, 1, S, D), cut(1), (B, S, D), cut(0, B)),
     "heads split from samples": ((B * 4, S, S), cut(0, B), (B, 4, S, S), cut(1)),
     "one head split from samples": ((B, S, S), cut(0, B), (B, 1, S, S), cut(1)),
