@@ -210,3 +210,15 @@ def test_where_no_ranks_share_a_model_nothing_is_followed():
         return type(loss), execution_of(own).following.watch.operators
 
     assert on_all_ranks(model, plan, body) == [(torch.Tensor, 0)] * 2
+
+
+def test_a_parameter_that_the_code_reads_past_its_modules_attribute_is_named():
+    model, plan = qwen3_moe()
+
+    def body(backend, own):
+        norm = own.model.norm
+        norm.register_forward_pre_hook(lambda module, args: (args[0] * norm._parameters["weight"],))
+        loss_of(backend, plan, own, IDS)
+
+    with pytest.raises(ContractError, match=r"^model\.norm: mul: it uses the parameter model\.norm\.weight, "):
+        on_all_ranks(model, plan, body)

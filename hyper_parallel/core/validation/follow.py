@@ -33,7 +33,6 @@ class Following:
     def __init__(self, facts: Facts, adaptations: Adaptations, is_real: bool = True):
         mesh = facts.plan.mesh
         axes = tuple(axis for axis in FOLLOWED if mesh.axis_size(axis) > 1)
-        names = {id(use.parameter): use.name for uses in facts.uses.values() for use in uses}
         for boundary in facts.plan.boundaries:
             for side, contracts in (("input", boundary.inputs), ("output", boundary.outputs)):
                 for contract in contracts:
@@ -48,7 +47,7 @@ class Following:
             axes,
             tuple(mesh.axis_size(axis) for axis in axes),
             tables=tables(adaptations),
-            names=names,
+            name_of=self._name_of,
         )
         self._states = {
             each.name: parameter_states(each, axes, each.name in adaptations.shares) for each in facts.plan.parameters
@@ -120,6 +119,10 @@ class Following:
                 path = _Path(self.watch, name)
                 hooks.append(modules.around_forward(module, path.enter, path.leave))
         return hooks
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        uses = self._facts.backend.modules.parameter_uses(self._facts.model)
+        return next((use.name for use in uses if use.parameter is tensor), None)
 
     def _inputs(self, planned: BoundaryPlan, tokens: Tokens, rows: Rows) -> list[tuple[str, Any]]:
         crossings = self._crossings(planned, "input", tokens, rows)

@@ -56,7 +56,7 @@ class Watch:
 
     `axes` are the mesh axes that are followed, with `sizes` ranks each: those along which one model is computed by
     several ranks. Along the others each rank works on samples of its own. `tables` are the modules that look tokens up
-    in a part of a vocabulary.
+    in a part of a vocabulary; `name_of` tells the name of a parameter.
     """
 
     backend: Backend
@@ -64,7 +64,7 @@ class Watch:
     sizes: tuple[int, ...]
     running: list[str] = field(default_factory=list)
     tables: frozenset[str] = frozenset()
-    names: Mapping[int, str] = field(default_factory=dict)
+    name_of: Callable[[Tensor], str | None] = lambda tensor: None
     operators: int = 0
     """How many calls of operators have been followed."""
     dtypes: set[str] = field(default_factory=set)
@@ -194,7 +194,7 @@ class Watch:
         """False: what is not followed takes no part in autograd, else nobody would know how its gradient lies."""
         autograd = self.backend.autograd
         if autograd.grad_enabled() and autograd.takes_part(tensor):
-            raise untracked_error(self.module, op, tuple(tensor.shape), self.names.get(id(tensor)))
+            raise untracked_error(self.module, op, tuple(tensor.shape), self.name_of(tensor))
         return False
 
     def _found(self, call: Call, seen: Sequence[tuple[Argument, Tensor]]) -> list[Found]:
