@@ -6,20 +6,12 @@ goes by a name of ours: an index is "getitem" or "setitem_".
 
 from __future__ import annotations
 
-from typing import Any, Callable, Hashable, Mapping, NamedTuple
+from typing import Any, Callable, Hashable, Mapping
 
 import mindspore as ms
 
 from hyper_parallel.core.rules.call import bind
-from hyper_parallel.core.rules.table import parameters_of
-
-
-class Operator(NamedTuple):
-    """A canonical name, and the canonical names of an operator's positional arguments; see `bind`."""
-
-    op: str
-    parameters: str
-
+from hyper_parallel.core.rules.table import Operator, known_as, parameters_of
 
 _POINTWISE = (
     "Abs ACos ASin Atan Ceil Cos Cosh Erf Erfc Exp Exp2 Expm1 Floor Frac GeLU Hardtanh Elu Log Log10 Log1p "
@@ -222,7 +214,7 @@ _SAME_NAMES |= {f"Inplace{name}": (f"{name.lower()}_", "input") for name in _OVE
 _SAME_NAMES |= {f"Deprecated{name}": (name.lower(), None) for name in _METHODS.split()}
 
 OPERATORS: Mapping[str, Operator] = {
-    name: Operator(op, parameters if parameters is not None else parameters_of(op) or "")
+    name: known_as(op, parameters)
     for names, (op, parameters) in (_SAME_NAMES | _NAMES).items()
     for name in names.split()
 }

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Hashable, Iterator, Mapping, NamedTuple
+from typing import Any, Callable, Hashable, Iterator, Mapping
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import resolve_name
 
 from hyper_parallel.core.rules.call import bind
-from hyper_parallel.core.rules.table import parameters_of
-
-
-class Operator(NamedTuple):
-    """A canonical name, and the canonical names of a function's positional arguments; see `bind`."""
-
-    op: str
-    parameters: str
-
+from hyper_parallel.core.rules.table import Operator, known_as, parameters_of
 
 _HOMES = (torch.Tensor, torch, F, torch.special, torch.linalg)
 """Where a function of a given name may stand; `name_` and `__name__` are looked for beside it."""
@@ -227,11 +219,11 @@ def _functions(names: str, pattern: str, homes: tuple = (torch.Tensor,)) -> Iter
 def _operators() -> dict[Callable, Operator]:
     table = {}
     for names, (op, parameters) in ({name: (name, None) for name in _ALIKE.split()} | _RENAMED).items():
-        named = Operator(op, parameters if parameters is not None else parameters_of(op) or "")
+        named = known_as(op, parameters)
         table |= dict.fromkeys(_functions(names, "{}", _HOMES), named)
         table |= dict.fromkeys(_functions(names, "{}_", _HOMES), named._replace(op=f"{op}_"))
     for names, (op, parameters) in _SPECIAL.items():
-        named = Operator(op, parameters if parameters is not None else parameters_of(op) or "")
+        named = known_as(op, parameters)
         table |= dict.fromkeys(_functions(names, "__{}__"), named)
     for name, op in _ATTRIBUTES.items():
         table[getattr(torch.Tensor, name).__get__] = Operator(op, "input")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Callable, Hashable, Sequence
+from typing import Callable, Hashable, NamedTuple, Sequence
 
 from hyper_parallel.core.errors import ConfigError, LayoutError
 from hyper_parallel.core.rules.call import Call, Operand, View
@@ -99,6 +99,19 @@ def parameters_of(operator: Hashable) -> str | None:
     """The names of an operator's positional arguments, or None where it has no rule."""
     found = _find(operator)
     return None if found is None else found.parameters
+
+
+class Operator(NamedTuple):
+    """What a framework's function is: a canonical name, and the canonical names of its positional arguments in order,
+    as `bind` reads them."""
+
+    op: str
+    parameters: str
+
+
+def known_as(op: str, parameters: str | None = None) -> Operator:
+    """A function that goes by a canonical name; its arguments are those of the rule where `parameters` is None."""
+    return Operator(op, parameters if parameters is not None else parameters_of(op) or "")
 
 
 def flows(operator: Hashable, place: int) -> bool:
