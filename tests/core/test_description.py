@@ -230,6 +230,25 @@ class WithFields:
     dtype: object = object
 
 
+class Base:
+    hidden_size, heads, _cache = 4, 2, 3
+
+
+class WithAttributes(Base):
+    heads = 8
+
+    def __init__(self):
+        self.layers = 6
+
+    @property
+    def width(self):
+        raise RuntimeError("nobody asked")
+
+    @classmethod
+    def make(cls):
+        return cls()
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -237,10 +256,23 @@ class WithFields:
         (WithFields(), {"hidden_size": 4}),
         ({"layers": [1, object()], "heads": 2}, {"heads": 2}),
         (SimpleNamespace(heads=2, _cache=3), {"heads": 2}),
+        (WithAttributes(), {"hidden_size": 4, "heads": 8, "layers": 6}),
+        (WithAttributes, {"hidden_size": 4, "heads": 8}),
+        (WithFields, {"hidden_size": 4}),
         (7, {}),
         (None, {}),
     ],
-    ids=["to_dict", "dataclass", "mapping", "attributes", "a number", "nothing"],
+    ids=[
+        "to_dict",
+        "dataclass",
+        "mapping",
+        "attributes",
+        "attributes of its class",
+        "a class",
+        "a class of dataclasses",
+        "a number",
+        "nothing",
+    ],
 )
 def test_the_configuration_is_what_json_can_hold_of_it(config, expected):
     assert config_of(SimpleNamespace(config=config)) == expected

@@ -57,7 +57,11 @@ def _parameter(plan: ShardingPlan, name: str, boundaries: dict[str, BoundaryPlan
     if each.role:
         yield f"  1 role: {each.role} ({ROLES[each.role].description}): {each.rule}"
         yield f"  2 group: acts in {each.boundary or ROOT}"
-        yield f"  3 boundary: {_type(boundaries, each)}"
+        yield f"  3 boundary: {_type(boundaries, each.boundary)}"
+        for other, first in plan.tied.items():
+            module = other.rpartition(".")[0]
+            if first == each.name and module != each.boundary:
+                yield f"    as {other} it acts in {module or ROOT}: {_type(boundaries, module)}"
     else:
         yield "  1-3 role, group, boundary: not asked, since only replicate and shard have more than one rank"
     yield "  4 template:"
@@ -72,17 +76,17 @@ def _parameter(plan: ShardingPlan, name: str, boundaries: dict[str, BoundaryPlan
     yield from (f"  note: {note}" for note in each.notes)
 
 
-def _type(boundaries: dict[str, BoundaryPlan], each: ParameterPlan) -> str:
-    """The boundary that a parameter acts in, or the one around what has no contracts of its own."""
+def _type(boundaries: dict[str, BoundaryPlan], acts_in: str) -> str:
+    """The boundary at a module, or the one around what has no contracts of its own."""
     boundaries = {module: boundary for module, boundary in boundaries.items() if boundary.kind not in EDGES}
-    module = each.boundary
+    module = acts_in
     while module and module not in boundaries:
         module = module.rpartition(".")[0]
     if module not in boundaries:
         return "no contract: it acts on whole hidden states"
-    around = "" if module == each.boundary else f", through the boundary of {module}"
+    around = "" if module == acts_in else f", through the boundary of {module}"
     kind = boundaries[module].kind
-    return f"{kind}{f': {TYPES[kind]}' if kind in TYPES else ''}{around}"
+    return f"{kind}: {TYPES[kind]}{around}"
 
 
 def _template(plan: ShardingPlan, each: ParameterPlan) -> Iterator[str]:
@@ -119,7 +123,7 @@ def _why_shard(each: ParameterPlan, placement: Placement | None) -> str:
     if isinstance(placement, (Shard, StridedShard)):
         after = ", after the other axes" if isinstance(placement, StridedShard) else ""
         return f"fully sharded data parallelism cuts dim {placement.dim}{after}"
-    return "as the override says"
+    return "written by hand into the file of the plan"
 
 
 def _comes_later(each: ParameterPlan, axis: str) -> bool:
@@ -134,8 +138,7 @@ def _boundary(plan: ShardingPlan, boundary: BoundaryPlan) -> Iterator[str]:
     members = [each for each in plan.parameters if each.boundary == boundary.module]
     yield "  1 roles: " + (", ".join(dict.fromkeys(each.role for each in members)) or "none of its own")
     yield "  2 group: " + (", ".join(each.name for each in members) or "the boundaries inside of it")
-    meaning = f": {TYPES[boundary.kind]}" if boundary.kind in TYPES else ""
-    yield f"  3 boundary: {boundary.kind}{meaning}"
+    yield f"  3 boundary: {boundary.kind}: {TYPES[boundary.kind]}"
     yield "  4 template:"
     crossings = Crossings(plan.mesh, plan.tokens)
     for side, contracts in (("in ", boundary.inputs), ("out", boundary.outputs)):

@@ -220,7 +220,7 @@ def _short(value: Any) -> str:
 
 def config_of(model: Any) -> dict[str, Any]:
     """What a model says of itself: its `config.to_dict()`, or the mapping, the fields of the dataclass or the public
-    attributes that `config` has. Empty without `config`."""
+    attributes that `config` has, those of its class too. Empty without `config`."""
     config = getattr(model, "config", None)
     if config is None:
         return {}
@@ -229,7 +229,9 @@ def config_of(model: Any) -> dict[str, Any]:
     if is_dataclass(config) and not isinstance(config, type):
         config = {each.name: getattr(config, each.name) for each in fields(config)}
     elif not isinstance(config, Mapping):
-        config = {name: value for name, value in getattr(config, "__dict__", {}).items() if not name.startswith("_")}
+        classes = config.__mro__ if isinstance(config, type) else (config, *type(config).__mro__)
+        held = {name: value for each in reversed(classes) for name, value in getattr(each, "__dict__", {}).items()}
+        config = {name: value for name, value in held.items() if not name.startswith("_")}
     return plain_config(config)
 
 

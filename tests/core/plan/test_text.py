@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hyper_parallel import DeviceMesh, LayoutError, PlanError, ShardingPlan, plan
+from hyper_parallel import DeviceMesh, LayoutError, PlanError, RaggedShard, ShardingPlan, plan
 from hyper_parallel.core.plan.costs import Crossings, Flow, Memory, activation_bytes
 from hyper_parallel.core.plan.folding import fold
 from hyper_parallel.core.topology import Topology
@@ -291,6 +291,19 @@ def test_a_boundary_is_explained_by_its_module():
 def test_a_tied_name_is_explained_as_its_parameter():
     text = plan(stored("llama_tied"), MESH).explain("lm_head.weight")
     assert "  one parameter with model.embed_tokens.weight; model.embed_tokens.weight is its first name" in text
+    assert text.splitlines()[3:6] == [
+        "  2 group: acts in model.embed_tokens",
+        "  3 boundary: embedding: token or position indices to hidden states",
+        "    as lm_head.weight it acts in lm_head: head: hidden states to logits",
+    ]
+
+
+def test_a_placement_that_was_written_into_the_file_is_called_so():
+    made, ragged = plan(decoder(), MESH), RaggedShard((0,), (1, 1))
+    first, *rest = made.parameters
+    changed = replace(first, placements={**first.placements, "shard": ragged})
+    text = replace(made, parameters=(changed, *rest)).explain(first.name)
+    assert f"    shard (2): {ragged}: written by hand into the file of the plan" in text
 
 
 def test_an_unknown_name_gets_the_closest_ones():
