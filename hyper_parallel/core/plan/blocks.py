@@ -13,7 +13,7 @@ from typing import Sequence
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.model import ModelDescription
-from hyper_parallel.core.plan.names import block_of
+from hyper_parallel.core.plan.names import block_around, block_of
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.templates import Streams
 
@@ -102,3 +102,17 @@ def find_blocks(model: ModelDescription, roles: RoleResult, streams: Streams) ->
     listed = {block for block in map(block_of, (*model.modules, *owners)) if block.rpartition(".")[0] == lists[0]}
     blocks = sorted((block for block in listed if block), key=lambda block: int(block.rpartition(".")[2]))
     return Blocks(streams, lists, blocks[0], blocks[-1])
+
+
+def same_blocks(model: ModelDescription) -> dict[str, str]:
+    """Blocks that hold the parameters of another one and no others, and that other: a module that stands in its list
+    more than once."""
+    if not model.tied:
+        return {}
+    held: dict[str, dict[str, str]] = {}
+    for name in (*(each.name for each in model.parameters), *model.tied):
+        if block := block_around(name):
+            held.setdefault(block, {})[name.removeprefix(block)] = model.tied.get(name, name)
+    first: dict[frozenset[tuple[str, str]], str] = {}
+    others = {block: first.setdefault(frozenset(own.items()), block) for block, own in held.items()}
+    return {block: other for block, other in others.items() if block != other}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Iterator, Mapping
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.placement import Partial, Replicate
-from hyper_parallel.core.plan.blocks import EDGES, block_of
+from hyper_parallel.core.plan.blocks import EDGES, block_of, same_blocks
 from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
 from hyper_parallel.core.plan.lint_contracts import GIVEN_BACK, OUTER, is_given, is_trusted, lint_contracts, section
 from hyper_parallel.core.plan.override_file import SIDES
@@ -42,6 +42,7 @@ def _findings(draft: Draft) -> Iterator[Finding]:
     impossible = _impossible(draft)
     yield from _illegal(draft, impossible)
     yield from lint_contracts(draft, impossible)
+    yield from _twice(draft)
     yield from _Chain(draft).findings()
 
 
@@ -92,6 +93,43 @@ def _illegal(draft: Draft, impossible: Mapping[tuple[str, str, str], str]) -> It
     for (module, side, name), message in impossible.items():
         fix = f"{{{side}: {{{name}: {{{ends}}}}}}}"
         yield Finding("layout", module, f"{side[:-1]} {name}: {message}", module, fix, section(draft, module))
+
+
+def _twice(draft: Draft) -> Iterator[Finding]:
+    """A module that stands in its list twice has one contract, so entries speak of both places alike. Where the edges
+    of the blocks give it two, `lint_sequence` tells."""
+    planned, plans = ({each.module: each for each in all_} for all_ in (draft.planned, draft.boundaries))
+    for block, other in same_blocks(draft.model).items():
+        for module in (each for each in draft.overrides.modules if f"{each}.".startswith((f"{block}.", f"{other}."))):
+            here, there = (block, other) if f"{module}.".startswith(f"{block}.") else (other, block)
+            twin = there + module.removeprefix(here)
+            ours, its = (_crossings(plans.get(each)) for each in (module, twin))
+            is_region = module in planned and planned[module].kind == "region"
+            alike = is_region or _crossings(planned.get(module)) == _crossings(planned.get(twin))
+            if ours != its and alike and (here == block or twin not in draft.overrides.modules):
+                message = f"is one module with {twin}, as their blocks hold the same parameters, and does otherwise"
+                fix, below = _given_back(draft, module, is_region)
+                yield Finding("contract", module, message, module, fix, below)
+
+
+def _crossings(plan: BoundaryPlan | None) -> object:
+    """What is done around a module."""
+    return None if plan is None else (plan.region, plan.inputs, plan.outputs)
+
+
+def _given_back(draft: Draft, module: str, is_region: bool) -> tuple[str, str]:
+    """The line, and its section, that gives all that entries say of a boundary back to the planner."""
+    if is_region:
+        return "{type: none}", "boundaries"
+    fields, below = draft.overrides.modules[module], section(draft, module)
+    if fields.get(("type",)) == "none":
+        return GIVEN_BACK, "boundaries"
+    ends = ", ".join(f"{end}: auto" for end in SIDES)
+    names = {side: dict.fromkeys(path[1] for path in fields if path[0] == side) for side in OUTER}
+    parts = [f"{side}: {{{', '.join(f'{name}: {{{ends}}}' for name in own)}}}" for side, own in names.items() if own]
+    if fields.get(("kind",), "auto") != "auto":
+        parts, below = ["kind: auto", *parts], "regions"
+    return f"{{{', '.join(parts)}}}", below
 
 
 class _Chain:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Iterator, Mapping
 
+from hyper_parallel.core.plan.blocks import same_blocks
 from hyper_parallel.core.plan.forms import matches
 from hyper_parallel.core.plan.names import block_of
 from hyper_parallel.core.plan.placing import BY_TOKEN
@@ -27,7 +28,7 @@ def lint_sequence(draft: Draft, places: Mapping[str, Place]) -> Iterator[Finding
     """One finding of each kind. `places` are those of whole parameters, and of unknown ones that may become so."""
     if not draft.blocks.first:
         return
-    for rule in (_lists, _containers, _outside, _norms_outside):
+    for rule in (_lists, _containers, _twice, _outside, _norms_outside):
         yield from rule(draft)
     yield from _whole(draft, places)
 
@@ -49,6 +50,17 @@ def _containers(draft: Draft) -> Iterator[Finding]:
         kind = draft.model.modules.get(block, "")
         if kind in LIST_CLASSES:
             yield _told(block, f"is a {kind}, which is never called, and the sequence is to be cut when it is")
+            return
+
+
+def _twice(draft: Draft) -> Iterator[Finding]:
+    """A module that stands in its list twice does the same in both places."""
+    edges = (draft.blocks.first, draft.blocks.last)
+    for block, other in same_blocks(draft.model).items():
+        here, there = ([each == edge for edge in edges] for each in (block, other))
+        if here != there:
+            message = f"is one module with {other}, as both hold the same parameters, and one of them only is the {{}}"
+            yield _told(block, message.format("first block" if here[0] != there[0] else "last block"))
             return
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hyper_parallel.core.mesh import DeviceMesh
@@ -10,7 +12,7 @@ from hyper_parallel.core.plan.model import ModelDescription
 from hyper_parallel.core.plan.names import block_around, block_of
 from hyper_parallel.core.plan.plan import ShardingPlan
 from tests.core.plan.by_hand import by_hand, stored
-from tests.core.plan.linting import mended
+from tests.core.plan.linting import mended, wrong
 
 TWO = {"tensor": 2}
 
@@ -149,3 +151,96 @@ def test_a_region_inside_of_an_opaque_one_takes_what_that_declares():
     plan = derive(stored("llama"), DeviceMesh.from_sizes(TWO), {"regions": regions})
     (region,) = [each for each in plan.boundaries if each.module == "model.layers.0.self_attn.q_proj"]
     assert str(region.inputs[0].source_gradient["tensor"]) == "replicate"
+
+
+# one module twice
+
+
+def stacked(*modules: int) -> ModelDescription:
+    """A Llama whose list of blocks holds these modules, by their numbers: one that stands there again is the same."""
+    plain = stored("llama")
+    outside = [each for each in plain.parameters if ".layers." not in each.name]
+    block = [each for each in plain.parameters if ".layers.0." in each.name]
+    parameters, tied, kinds = outside[:1], {}, {"model.layers": "ModuleList"}
+    for place, module in enumerate(modules):
+        at, first = (f".layers.{each}." for each in (place, modules.index(module)))
+        kinds |= {
+            name.replace(".layers.0", at[:-1]): kind for name, kind in plain.modules.items() if ".layers.0" in name
+        }
+        if at == first:
+            parameters += [replace(each, name=each.name.replace(".layers.0.", at)) for each in block]
+        else:
+            tied |= {each.name.replace(".layers.0.", at): each.name.replace(".layers.0.", first) for each in block}
+    others = {name: kind for name, kind in plain.modules.items() if ".layers." not in name}
+    return replace(plain, parameters=(*parameters, *outside[1:]), modules=others | kinds, tied=tied)
+
+
+@pytest.mark.parametrize(
+    "modules, places, edge", [((0, 0), (1, 0), "first"), ((0, 1, 1), (2, 1), "last"), ((0, 0, 1), (1, 0), "first")]
+)
+def test_a_block_that_is_at_an_edge_in_one_of_its_places_only(modules, places, edge):
+    (found,) = mended(stacked(*modules), TWO)
+    assert str(found) == (
+        f"[sequence] model.layers.{places[0]}: is one module with model.layers.{places[1]}, as both hold the same "
+        f"parameters, and one of them only is the {edge} block; write at the top level\n    sequence_parallel: false"
+    )
+
+
+@pytest.mark.parametrize("modules", [(0, 1, 1, 2), (0,), (0, 1)])
+def test_a_block_that_is_at_no_edge_may_stand_twice(modules):
+    assert wrong(stacked(*modules), TWO) == []
+
+
+ONCE = {
+    "a kind": {"regions": {"model.layers.{}.mlp": {"kind": "opaque"}}},
+    "a region": {
+        "regions": {"model.layers.{}.self_attn.q_proj": {"kind": "opaque", "inputs": {"state": {"before": "auto"}}}}
+    },
+}
+LINES = {
+    "a kind": ("mlp: {kind: auto}", "regions"),
+    "a region": ("self_attn.q_proj: {type: none}", "boundaries"),
+}
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize("case", LINES)
+def test_what_an_entry_says_of_one_place_only(case, place):
+    asked = {
+        section: {module.format(place): entry for module, entry in entries.items()}
+        for section, entries in ONCE[case].items()
+    }
+    (found,) = mended(stacked(0, 1, 1, 2), TWO, asked)
+    line, section = LINES[case]
+    module = line.partition(":")[0]
+    assert (found.rule, found.section, found.line) == ("contract", section, f"model.layers.{place}.{line}")
+    assert found.message == (
+        f"is one module with model.layers.{3 - place}.{module}, as their blocks hold the same parameters, and does "
+        "otherwise"
+    )
+    both = {
+        section: {module.format("*"): entry for module, entry in entries.items()}
+        for section, entries in ONCE[case].items()
+    }
+    assert wrong(stacked(0, 1, 1, 2), TWO, both) == []
+
+
+def test_contracts_of_one_place_only():
+    ends = {
+        "inputs": {"hidden": {"before": {"tensor": "replicate"}}},
+        "outputs": {"hidden": {"after": {"tensor": "replicate"}}},
+    }
+    asked = {
+        "boundaries": {
+            "model.layers.1.input_layernorm": {"outputs": ends["outputs"]},
+            "model.layers.1.self_attn": {"inputs": ends["inputs"]},
+        }
+    }
+    found = mended(stacked(0, 1, 1, 2), TWO, asked)
+    every = "{hidden: {before: auto, after: auto, gradient: auto, gradient_before: auto}}"
+    assert [each.line for each in found] == [
+        f"model.layers.1.input_layernorm: {{outputs: {every}}}",
+        f"model.layers.1.self_attn: {{inputs: {every}}}",
+    ]
+    asked["boundaries"] = {name.replace("1", "*", 1): entry for name, entry in asked["boundaries"].items()}
+    assert wrong(stacked(0, 1, 1, 2), TWO, asked) == []
