@@ -3,6 +3,7 @@
     plain       the decoder as it is: every rank computes everything
     megatron    tensor parallelism written into the decoder by hand (megatron_decoder.py)
     production  the decoder under `hyper_parallel.parallelize`
+    validate    the same in validation
     dtensor     the decoder under PyTorch's `parallelize_module`
 
 Every mode computes the gradients of one device: that is checked first, in float64. Then a step is forward, loss and
@@ -114,10 +115,12 @@ class Megatron(Mode):
 class Production(Mode):
     """Under a plan of ours."""
 
+    how = "production"
+
     def __init__(self, decoder: Decoder, sequence_parallel: bool) -> None:
         mesh = DeviceMesh((torch.distributed.get_world_size(),), ("tensor",))
         plan = hyper_parallel.plan(decoder, mesh, {"sequence_parallel": sequence_parallel})
-        self.model = hyper_parallel.parallelize(decoder, plan)
+        self.model = hyper_parallel.parallelize(decoder, plan, mode=self.how)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return hyper_parallel.cross_entropy(logits, targets, self.model)
@@ -125,6 +128,12 @@ class Production(Mode):
     def expected(self, name: str, whole: Tensor) -> Tensor:
         layout = hyper_parallel.layout_of(self.model.get_parameter(name))
         return torch.from_numpy(layout.shard(whole.numpy(), torch.distributed.get_rank()))
+
+
+class Validation(Production):
+    """The same, with tensors that are followed."""
+
+    how = "validate"
 
 
 class PyTorchDTensor(Mode):
@@ -174,6 +183,7 @@ MODES: dict[str, type[Mode]] = {
     "plain": Plain,
     "megatron": Megatron,
     "production": Production,
+    "validate": Validation,
     "dtensor": PyTorchDTensor,
 }
 
