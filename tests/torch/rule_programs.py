@@ -416,6 +416,13 @@ GATHERING = {
     ),
     "take_along_dim": of(lambda x, i: torch.take_along_dim(x, i, dim=-1), real(4, 4), whole(4, 4, 4)),
     "scatter": of(lambda x, i, y: x.scatter(1, i, y), real(4, 4), np.array([[0], [2], [1], [3]]), real(4, 1)),
+    "scatter, multiplied": of(
+        lambda x, i, y: x.scatter(1, i, y, reduce="multiply"),
+        real(4, 4),
+        np.array([[0], [2], [1], [3]]),
+        real(4, 1),
+        constants=(0, 2),
+    ),
     "scatter a number": of(lambda x, i: x.scatter(-1, i, -9.0), real(4, 4), whole(4, 4, 1)),
     "scatter zero": of(lambda x, i: torch.scatter(x, -1, i, 0.0), real(4, 4), np.array([[0], [2], [1], [3]])),
     "scatter_ into zeros": of(

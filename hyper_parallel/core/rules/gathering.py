@@ -43,8 +43,8 @@ def gather(view: View) -> State:
 @rule("scatter", "input dim index src reduce")
 def scatter(view: View) -> State:
     """As `gather`, the other way: elements of `input` overwritten."""
-    value = view.get("src", view.get("value"))
-    if not isinstance(value, Operand) and value:
+    value = view["src"]
+    if view.get("reduce") is not None or (not isinstance(value, Operand) and value):
         refuse_partial(view.op, view.operands)
     return _put(view, [view["input"], *([value] if isinstance(value, Operand) else [])])
 
