@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Iterator, Sequence
+from typing import TYPE_CHECKING, Iterator, Mapping, Sequence
 
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.placement import Placement, Replicate
 from hyper_parallel.core.plan.assignment import Assignment, RoleResult
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
 from hyper_parallel.core.plan.lint_sequence import lint_sequence
 from hyper_parallel.core.plan.lint_whole import WholeParameters
-from hyper_parallel.core.plan.placing import DATA_PARALLEL, Surroundings, is_of_heads, place, with_shard
+from hyper_parallel.core.plan.placing import DATA_PARALLEL, Problem, Surroundings, is_of_heads, place, with_shard
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.roles import all_names, assign_roles
 from hyper_parallel.core.plan.templates import Member, scopes
@@ -116,14 +117,36 @@ def _unplaced(draft: Draft) -> Iterator[Member]:
     asked = {name: given for name in draft.roles.unknown if (given := draft.overrides.placements(name))}
     if not asked:
         return
-    culprits, found = _culprits(draft), assign_roles(draft.model).assignments
+    culprits, found = _culprits(draft), assign_roles(draft.model)
     described = {each.name: each for each in all_names(draft.model)}
-    for name, given in asked.items():
+    partners = {name: each.parameters for each in group(draft.model, found) for name in each.parameters}
+
+    def placed(name: str, given: Mapping[str, Placement]) -> Member:
         none = Assignment(name, "whole", "")
-        assignment = found.get(name, none) if name in culprits else none
-        placed = place(described[name], assignment, Surroundings(draft.mesh, False), given)
-        by_hand = tuple(each for each in placed.problems if each.rule == "consistent" and assignment.expert is None)
-        yield Member(described[name], assignment, replace(placed, problems=by_hand))
+        assignment = found.assignments.get(name, none) if name not in draft.roles.unknown or name in culprits else none
+        return Member(
+            described[name], assignment, place(described[name], assignment, Surroundings(draft.mesh, False), given)
+        )
+
+    for name, given in asked.items():
+        member = placed(name, given)
+        problems = [each for each in member.placed.problems if each.rule == "consistent"]
+        others = [each for each in partners.get(name, ()) if each != name] if name in culprits else []
+        for axis in (
+            axis for axis, each in given.items() if each == Replicate() and axis in placed(name, {}).placed.placements
+        ):
+            cut = next(
+                (each for each in others if axis in placed(each, draft.overrides.placements(each)).placed.placements),
+                "",
+            )
+            if cut:
+                problems.append(Problem("consistent", _while_cut(axis, cut), axis, "auto"))
+        if member.assignment.expert is None:
+            yield replace(member, placed=replace(member.placed, problems=tuple(problems)))
+
+
+def _while_cut(axis: str, partner: str) -> str:
+    return f"is whole over {axis}, while {partner}, which works on the same, is cut"
 
 
 def _whole_of(module: str) -> str:
@@ -236,7 +259,7 @@ def _is_few(member: Member, ranks: int) -> bool:
 
 def _alone(draft: Draft, each: Group, member: Member, partner: Member, axis: str) -> Finding:
     name = member.description.name
-    message = f"is whole over {axis}, while {partner.description.name}, which works on the same, is cut"
+    message = _while_cut(axis, partner.description.name)
     if axis in draft.overrides.placements(name):
         target, fix = name, f"{{placements: {{{axis}: auto}}}}"
     else:

@@ -450,6 +450,17 @@ def test_an_unknown_role_does_not_hide_a_cut_that_it_does_not_have(role, then):
     assert f"tensor: shard(1), but {then}" in [each.message for each in found if each.where == name]
 
 
+def test_an_unknown_role_does_not_hide_that_it_is_whole_beside_cut_ones():
+    name = "model.layers.0.mlp.up_proj.weight"
+    asked = {"role": "key", "placements": {"tensor": "replicate"}}
+    found = mended("llama", TWO, {"parameters": {name: asked}})
+    assert "is whole over tensor, while model.layers.0.mlp.gate_proj.weight, which works on the same, is cut" in [
+        each.message for each in found if each.where == name
+    ]
+    whole = {"model.layers.0.mlp.**": {"placements": {"tensor": "replicate"}}, name: asked}
+    assert {each.rule for each in mended("llama", TWO, {"parameters": whole})} == {"unknown"}
+
+
 def test_an_unknown_parameter_does_not_hide_a_cut_of_it():
     asked = {"parameters": {"backbone.layers.*.mixer.A_log": {"placements": {"tensor": "shard(0)"}}}}
     found = [each for each in mended("mamba", TWO, asked) if each.where == "backbone.layers.0.mixer.A_log"]
