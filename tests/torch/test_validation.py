@@ -26,6 +26,13 @@ def test_the_plan_of_every_family_holds_and_gives_the_models_gradients(family, s
     assert differs_from(model, plan, ids, step(model, plan, ids)) == ""
 
 
+@pytest.mark.parametrize("family", ["llama", "falcon with one key", "qwen3_moe", "deepseek_v3", "phi3"])
+def test_on_four_ranks_with_a_sequence_that_does_not_divide(family):
+    model, ids = build(*FAMILIES[family]), torch.randint(1, 64, (2, 7))
+    plan = planned(model, sequence_parallel=True, ranks=4)
+    assert differs_from(model, plan, ids, step(model, plan, ids)) == ""
+
+
 BROKEN = [
     ("llama", False, 30),
     ("llama", True, 30),
