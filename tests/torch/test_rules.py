@@ -55,6 +55,7 @@ NOT_YET: dict[str, tuple[str, set[str]]] = {
     "layer_norm": (OF_PENDING, {"replicate, its gradient partial, partial, partial"}),
     "rms_norm": (OF_PENDING, {"replicate, its gradient partial, partial"}),
     "nll_loss": (OF_PENDING, {"partial, replicate"}),
+    "scatter, multiplied": (OF_PENDING, {"partial, replicate, replicate"}),
     "chunk in three": (ROUNDED, {"strided_shard(0, 2)"}),
     "cat with nothing": (ROUNDED, {"shard(1)", "strided_shard(1, 2)"}),
     "zeros[..., :2] = y": (MADE_LIKE_A_PART, {"shard(0), strided_shard(0, 2)", "strided_shard(0, 2), shard(0)"}),
