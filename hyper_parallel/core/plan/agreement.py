@@ -67,8 +67,8 @@ def second_attentions(known: Iterable[Known], given: Container[str]) -> Iterator
                 continue
             first, second = (".".join(each[len(block) :]) for each in (outer[0], path))
             reason = (
-                f"'{'.'.join(block)}' holds two attentions, {first} and {second}, and nothing tells that {second} reads "
-                f"the same tokens as {first}; a role by hand for one of its parameters does"
+                f"'{'.'.join(block)}' holds two attentions, {first} and {second}, and nothing tells that {second} "
+                f"reads the same tokens as {first}; a role by hand for one of its parameters does"
             )
             yield from ((each, reason) for each in names)
 

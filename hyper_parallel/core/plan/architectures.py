@@ -62,6 +62,20 @@ FUSED_ATTENTION: tuple[FusedAttention, ...] = (
 
 
 @dataclass(frozen=True)
+class SlicedWeights:
+    """Classes that do not call their last linear, but multiply by slices of its weight, where the configuration has
+    more than one under the first of `keys` and true under the others."""
+
+    classes: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+SLICED_WEIGHTS: tuple[SlicedWeights, ...] = (
+    SlicedWeights(("BloomAttention", "BloomMLP"), ("pretraining_tp", "slow_but_exact")),
+)
+
+
+@dataclass(frozen=True)
 class FusedGate:
     """Gate rows, then up rows, in one `gate_up` projection of a feed-forward layer."""
 

@@ -49,8 +49,8 @@ class Assignment:
 class RoleResult:
     """Pass 1 of a model. Every name of every parameter, tied ones included, is in exactly one of the first two.
 
-    `unknown` maps a name to what was tried, a sentence each. `hidden` is the width of hidden states that names were held
-    against, 0 where nothing tells it.
+    `unknown` maps a name to what was tried, a sentence each. `hidden` is the width of hidden states that shapes were
+    held against, 0 where nothing tells it.
     """
 
     assignments: Mapping[str, Assignment]

@@ -19,6 +19,7 @@ from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, active
 from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_sharded, units_by_parameter, units_of
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint import lint, report
+from hyper_parallel.core.plan.lint_uses import notes_on_tables
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
 from hyper_parallel.core.plan.overrides import Overrides, with_regions
 from hyper_parallel.core.plan.placing import BY_TOKEN, DATA_PARALLEL, Surroundings, place, settled
@@ -220,7 +221,7 @@ def _plan(draft: Draft) -> ShardingPlan:
         units=units_of(draft.model, parameters),
         parameters=parameters,
         tied=dict(draft.model.tied),
-        notes=tuple(notes_on_shards(parameters, draft.mesh)),
+        notes=(*notes_on_shards(parameters, draft.mesh), *notes_on_tables(draft)),
         boundaries=draft.boundaries,
         sequence_parallel=draft.overrides.sequence_parallel,
         tokens=draft.overrides.tokens,

@@ -14,6 +14,7 @@ from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint_boundaries import lint_boundaries
 from hyper_parallel.core.plan.lint_sequence import lint_sequence
+from hyper_parallel.core.plan.lint_uses import lint_uses
 from hyper_parallel.core.plan.lint_whole import WholeParameters
 from hyper_parallel.core.plan.placing import DATA_PARALLEL, Problem, Surroundings, is_of_heads, place, with_shard
 from hyper_parallel.core.plan.role_rules import ROLES
@@ -33,7 +34,7 @@ def lint(draft: Draft) -> list[Violation]:
     whole, taken = WholeParameters(draft), list(_roles_taken(draft))
     findings = [*_axes(draft), *_unknown(draft, whole), *whole.misplaced({each.where for each in taken})]
     findings += lint_sequence(draft, {name: each for name, each in whole.places.items() if whole.stays_alone(name)})
-    rules = (_pending, _problems, _groups, _placements, _tied, _partners, lint_boundaries)
+    rules = (_pending, _problems, _groups, _placements, _tied, _partners, lint_boundaries, lint_uses)
     others = [*taken, *(finding for rule in rules for finding in rule(draft))]
     findings += [finding for finding in others if not whole.explain(finding)]
     modules = dict.fromkeys([*(plan.module for plan in draft.boundaries), *draft.kinds, *draft.model.modules])

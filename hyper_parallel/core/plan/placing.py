@@ -59,8 +59,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What placing one parameter needs to know of the others. `all_heads`: it stands in attention whose fused projection
-    is gathered, so that every rank works on all heads."""
+    """What placing one parameter needs to know of the others. `all_heads`: it stands in attention whose fused
+    projection is gathered, so that every rank works on all heads."""
 
     mesh: DeviceMesh
     sequence_parallel: bool

@@ -288,6 +288,11 @@ PRELUDES = frozenset(
 )
 """What holds, or is, a norm between tokens and the first block."""
 
+BASE_MODELS = ("?*Model", "*For[A-Z]*")
+"""Models of Hugging Face, of which those in `LANGUAGE_MODELS` give logits over the vocabulary."""
+
+LANGUAGE_MODELS = ("*LM", "*LMModel", "*LMHeadModel", "*LMHead", "*ForMaskedLM", "*ForPreTraining", "*Generation")
+
 LIST_CLASSES = frozenset({"ModuleList", "ModuleDict", "CellList", "CellDict"})
 """Containers that are never called."""
 

@@ -16,8 +16,8 @@ PARTS = ATTENTION | MLP
 
 
 def model(*lists: str, block: str = "Block", outside: Parameters | None = None) -> ModelDescription:
-    """Two blocks in each of the lists, a table before and a norm behind."""
-    parameters: Parameters = {"embed_tokens.weight": ((96, 32), "Embedding")}
+    """Two blocks in each of the lists, a table before and a norm and a head behind."""
+    parameters: Parameters = {"embed_tokens.weight": ((96, 32), "Embedding"), "lm_head.weight": ((96, 32), "Linear")}
     modules = {}
     for each in lists or ("layers",):
         modules[each] = "ModuleList"

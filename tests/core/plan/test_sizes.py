@@ -15,8 +15,9 @@ TWO = {"tensor": 2}
 
 
 def decoder(place: str = "", owner: str = "Linear", vocabulary: bool = True) -> dict:
-    """A block with attention of square projections, in a list below `place`, and a table of tokens beside the list."""
-    names = {f"{place}embed_tokens.weight": ((96, 32), "Embedding")} if vocabulary else {}
+    """A block with attention of square projections, in a list below `place`, and the vocabulary beside the list."""
+    table, head = ((96, 32), "Embedding"), ((96, 32), "Linear")
+    names = {f"{place}embed_tokens.weight": table, f"{place}lm_head.weight": head} if vocabulary else {}
     names |= {f"{place}layers.0.self_attn.{each}_proj.weight": ((32, 32), owner) for each in "qkvo"}
     return names | {f"{place}layers.0.norm.weight": ((32,), "RMSNorm")}
 

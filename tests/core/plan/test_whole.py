@@ -37,7 +37,7 @@ MOE: Parameters = {
 
 def decoder(extra: Parameters, parts: Parameters = ATTENTION | MLP, **config: int) -> ModelDescription:
     """Two layers of `parts` and, in each, `extra`; names that begin with a dot stand outside of the layers."""
-    names: Parameters = {"embed_tokens.weight": ((96, 32), "Embedding")}
+    names: Parameters = {"embed_tokens.weight": ((96, 32), "Embedding"), "lm_head.weight": ((96, 32), "Linear")}
     for layer in range(2):
         names |= {f"layers.{layer}.{name}": each for name, each in (parts | extra).items() if name[0] != "."}
         names[f"layers.{layer}.norm.weight"] = ((32,), "RMSNorm")
