@@ -18,6 +18,7 @@ from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Partial, Replicate, Shard
 from hyper_parallel.core.plan.derive import derive
 from hyper_parallel.core.plan.lint import lint
+from hyper_parallel.core.plan.override_file import _ROLES as ROLES
 from hyper_parallel.core.plan.overrides import Overrides
 from hyper_parallel.core.plan.patterns import matching
 from hyper_parallel.core.plan.plan import ShardingPlan
@@ -438,6 +439,7 @@ def test_a_boundary_that_there_is_not(asked, message):
 # whatever a file says
 
 MODELS = ("llama", "mixtral", "olmo2", "phi3", "gpt_oss", "llama_tied", "mamba", "gpt2", "deepseek_v3")
+PLANNED = tuple(name for name in MODELS if name != "mamba")
 SIZES = (
     {"tensor": 2},
     {"shard": 2, "expert": 2, "tensor": 2},
@@ -540,10 +542,104 @@ def test_any_structure_is_answered(model, sizes, overrides):
     is_answered(model, sizes, overrides)
 
 
-@settings(max_examples=600, **FUZZ)
+@settings(max_examples=200, **FUZZ)
 @given(st.sampled_from(MODELS), st.sampled_from(SIZES), st.sampled_from(VALID), st.integers(0, 2**32), ANYTHING)
 def test_any_change_to_what_is_valid_is_answered(model, sizes, valid, seed, anything):
     is_answered(model, sizes, mutated(copy.deepcopy(valid), random.Random(seed), anything))
+
+
+ROLES_BY_HAND = (*ROLES, *["none"] * len(ROLES), "auto")
+PLACES = (*["replicate"] * 4, *["auto", "none"], *["shard(0)", "shard(1)", "shard(2)", "strided_shard(0, 2)"])
+ENDS = ("before", "after", "gradient", "gradient_before")
+
+
+@cache
+def usual_boundaries(name: str, tensor: int):
+    return drafted(name, {"expert": 2, "context": 2, "tensor": tensor}).boundaries
+
+
+class Writer:
+    """Writes files of names, roles, placements, boundaries and contracts that a model and its plan have."""
+
+    def __init__(self, name: str, sizes, seed: int) -> None:
+        self.chance = random.Random(seed)
+        model = described(name)
+        self.axes = [axis for axis in ("expert", "context", "tensor") if axis in sizes] * 3 + ["expert", "context"]
+        self.names = [*(each.name for each in model.parameters), *model.tied]
+        self.modules = [each for each in model.modules if each]
+        self.boundaries = usual_boundaries(name, sizes["tensor"])
+
+    def file(self):
+        pick = self.chance.choice
+        sections = {
+            "parameters": lambda: (self.pattern(pick(self.names)), self.parameter()),
+            "boundaries": lambda: self.boundary(self.chance.random() < 0.3),
+            "regions": self.region,
+        }
+        chosen = [pick(("parameters", "parameters", "boundaries", "regions")) for _ in range(pick((1, 1, 2, 3)))]
+        file = {"sequence_parallel": pick((True, False))}
+        for section in chosen:
+            file.setdefault(section, {}).update([sections[section]()])
+        return file
+
+    def pattern(self, name: str) -> str:
+        segments = name.split(".")
+        for _ in range(self.chance.choice((0, 1, 1, 2))):
+            segments[self.chance.randrange(len(segments))] = self.chance.choice(("*", "*", "**"))
+        return ".".join(segments)
+
+    def parameter(self):
+        entry = {"role": self.chance.choice(ROLES_BY_HAND), "placements": self.placements()}
+        kept = self.chance.choice((("role",), ("placements",), ("role", "placements")))
+        return {key: each for key, each in entry.items() if key in kept}
+
+    def placements(self, pending: bool = False):
+        places = [each for each in PLACES if each != "none"] + ["partial"] * (2 * pending)
+        return {self.chance.choice(self.axes): self.chance.choice(places) for _ in range(self.chance.choice((1, 2)))}
+
+    def boundary(self, typed: bool):
+        plan = self.chance.choice(self.boundaries)
+        entry = self.sides(plan.inputs, plan.outputs)
+        if typed or not entry:
+            entry["type"] = self.chance.choice(("none", "none", "auto", plan.kind))
+        return self.layerless(plan.module), entry
+
+    def region(self):
+        if self.chance.random() < 0.3:
+            return self.layerless(self.chance.choice(self.modules)), {"kind": "transparent"} | self.sides((), ())
+        module, entry = self.boundary(False)
+        entry.pop("type", None)
+        return module, {"kind": self.chance.choice(("opaque", "transparent"))} | entry
+
+    def sides(self, inputs, outputs):
+        entry = {}
+        for side, contracts in (("inputs", inputs), ("outputs", outputs)):
+            if self.chance.random() < 0.5:
+                name = self.chance.choice([each.name for each in contracts] or ["hidden"])
+                entry[side] = {name: {self.chance.choice(ENDS): self.placements(pending=True)}}
+        return entry
+
+    def layerless(self, module: str) -> str:
+        return re.sub(r"\.\d+\.", ".*.", module) if self.chance.random() < 0.5 else module
+
+
+@settings(max_examples=600, **FUZZ)
+@given(st.sampled_from(PLANNED), st.sampled_from(SIZES), st.integers(0, 2**32))
+def test_any_file_of_what_the_model_has_is_answered(model, sizes, seed):
+    is_answered(model, sizes, Writer(model, sizes, seed).file())
+
+
+def test_what_such_files_say_reaches_the_rules():
+    """Most of them are well-formed and refused by lint with a line, and a fair share are planned."""
+    ends = {"file": 0, "lint": 0, "plan": 0}
+    for seed in range(120):
+        model, sizes = PLANNED[seed % len(PLANNED)], SIZES[seed % len(SIZES)]
+        try:
+            derive(described(model), DeviceMesh.from_sizes(sizes), Writer(model, sizes, seed).file())
+            ends["plan"] += 1
+        except PlanError as error:
+            ends["lint" if "can't be planned on" in str(error) else "file"] += 1
+    assert ends["lint"] > 50 and ends["plan"] > 10 and ends["file"] < 30, ends
 
 
 @settings(max_examples=200, **FUZZ)
