@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Callable, Iterable, Sequence
 
-from hyper_parallel.core.backend import Backend, Tensor, Work
+from hyper_parallel.core.backend import Backend, Group, Tensor, Work
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fsdp.parameter import ShardedParameter
@@ -15,8 +16,8 @@ class UnitReduction:
     """The gradients of one unit on their way from full and local to sharded and global.
 
     `shards` holds one tensor per parameter, of its local shape. They are allocated at once, filled by the
-    collectives, and final when the reduction is settled. A parameter without a gradient counts as zero: another rank
-    may have one.
+    collectives, and final when the reduction is settled. What is summed over the same ranks lies in one buffer, so that
+    it is summed together. A parameter without a gradient counts as zero: another rank may have one.
     """
 
     def __init__(self, unit: Unit, parameters: Sequence[ShardedParameter], gradients: Sequence[Tensor | None]):
@@ -25,10 +26,29 @@ class UnitReduction:
         self._tensors = unit.backend.tensors
         self.gradients: list[Tensor | None] = list(gradients)
         self.works: list[Work] = []
-        self.outputs = [self._tensors.empty((each.spec.piece_numel,), each.spec.dtype) for each in self.parameters]
+        self.buffers: list[tuple[Tensor, Group]] = []
+        self.outputs: list[Tensor] = [None] * len(self.parameters)
+        for members in self._summed_together():
+            self._allocate(members)
         self.shards = [
             self._tensors.alias(output, 0, each.spec.local_shape) for each, output in zip(self.parameters, self.outputs)
         ]
+
+    def _summed_together(self) -> Iterable[list[int]]:
+        """The parameters, by index, that share a dtype and the ranks over which they are summed."""
+        together: dict[tuple, list[int]] = {}
+        for index, each in enumerate(self.parameters):
+            together.setdefault((each.sum_group.ranks, each.spec.dtype), []).append(index)
+        return together.values()
+
+    def _allocate(self, members: Sequence[int]) -> None:
+        """One buffer, and each member's part of it."""
+        specs = [self.parameters[index].spec for index in members]
+        sizes = [spec.piece_numel for spec in specs]
+        buffer = self._tensors.empty((sum(sizes),), specs[0].dtype)
+        self.buffers.append((buffer, self.parameters[members[0]].sum_group))
+        for index, size, stop in zip(members, sizes, accumulate(sizes)):
+            self.outputs[index] = self._tensors.alias(buffer, stop - size, (size,))
 
     def full_gradient(self, index: int) -> Tensor:
         """The gradient of a parameter as autograd gave it; zeros when it gave none."""
@@ -78,17 +98,16 @@ class BackendRuntime:
         """Wait, let go of the full gradients, and take the mean over all ranks that contribute."""
         reduction.wait()
         reduction.gradients = []
-        for parameter, output in zip(reduction.parameters, reduction.outputs):
-            if parameter.divisor > 1:
-                self._backend.tensors.scale_(output, 1.0 / parameter.divisor)
+        divisor = reduction.parameters[0].divisor
+        for buffer, _ in reduction.buffers if divisor > 1 else ():
+            self._backend.tensors.scale_(buffer, 1.0 / divisor)
 
     def issue_all_reduce(self, reduction: UnitReduction) -> None:
-        """One all-reduce a parameter over its replicas, and over the ranks that have computed parts of its gradient."""
+        """One all-reduce a buffer, over replicas and over the ranks that have computed parts of its gradients."""
         with self._backend.autograd.no_grad():
-            for parameter, output in zip(reduction.parameters, reduction.outputs):
-                if parameter.sum_group.size > 1:
-                    work = self._backend.collectives.all_reduce(output, parameter.sum_group, async_op=True)
-                    reduction.works.append(work)
+            for buffer, group in reduction.buffers:
+                if group.size > 1:
+                    reduction.works.append(self._backend.collectives.all_reduce(buffer, group, async_op=True))
 
     def wait_all_reduce(self, reduction: UnitReduction) -> None:
         """Wait for the sums."""
