@@ -7,6 +7,7 @@ finding is mended by `sequence_parallel: false`, with which every rank has all t
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Iterator, Mapping
 
 from hyper_parallel.core.plan.blocks import same_blocks
@@ -130,7 +131,8 @@ def _may_be_handed_out(draft: Draft, name: str, place: Place) -> bool:
     """Tell whether a module that gathers the tokens may give a parameter itself to what is around it, as those do that
     leave the adding of a bias to others: not what linears and other modules without parts hold for their own use."""
     owner, _, leaf = name.rpartition(".")
-    if draft.blocks.streams.hidden not in draft.shapes[name] or draft.overrides.pending(name) is not None:
+    hidden, shape = draft.blocks.streams.hidden, draft.shapes[name]
+    if hidden not in shape or prod(shape) != hidden or draft.overrides.pending(name) is not None:
         return False
     if draft.kinds.get(place.inside) in BY_TOKEN:
         return False

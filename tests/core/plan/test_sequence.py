@@ -126,6 +126,7 @@ def test_what_modules_hold_for_their_own_use_is_not_handed_out():
         "conv.norm.weight": ((32,), "RMSNorm"),
         "conv.gate.rate": ((32,), "Gate"),
         "conv.scale": ((7,), "Conv"),
+        "conv.packed": ((3, 32, 7), "Conv"),
     }
     assert wrong(decoder(extra), TWO, kept("conv.**")) == []
     assert wrong(decoder({"mixer.bias": ((32,), "Block")}), TWO, kept("mixer.bias")) == []
