@@ -48,6 +48,18 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Where the default configuration makes no model, or one whose heads can't be dealt out to two ranks."""
 
+WHY_NOT = {
+    "attention that no rule describes": "axk2 deepseek_v4 diffllama dots3_note dots3_note_text "
+    "gemma4_unified_assistant inkling2_loop_text inkling2_text inkling_text",
+    "mixers of Mamba, whose kernels take the weight of the last linear": "bamba falcon_h1 granitemoehybrid jamba "
+    "nemotron_h",
+    "parameters between the modules of a block, or outside of all": "doge dory hrm_text hy_v4",
+    "towers for images or sound": "gemma3 got_ocr2 moss_transcribe_diarize phi4_multimodal",
+    "inputs of their own for each layer": "gemma3n_text gemma4 gemma4_text",
+    "experts that hand tokens on as they are, which every rank would add": "longcat_flash",
+}
+"""What keeps a type that has a hand-written plan from being planned, and which types."""
+
 HAND_WRITTEN_CUTS = {
     "colwise",
     "colwise_gather_output",
@@ -124,11 +136,19 @@ def _first_reason(report: str) -> str:
     return f"refused ({told} told): {reason[:150]}"
 
 
+def _causes(types: set[str]) -> str:
+    """Of the types that are not planned how many each cause keeps."""
+    causes = [(len(types & set(named.split())), cause) for cause, named in WHY_NOT.items()]
+    causes.append((len(types - set(" ".join(WHY_NOT.values()).split())), "something else"))
+    return "; ".join(f"{count} for {cause}" for count, cause in causes if count)
+
+
 def table(found: list[Row]) -> str:
     """Markdown."""
     planned = [each for each in found if each.ours is not None]
     with_theirs = [each for each in found if each.theirs is not None]
     both = [each for each in planned if each.theirs is not None]
+    missing = {each.model_type for each in with_theirs if each.ours is None}
     lines = [
         "# Coverage",
         "",
@@ -145,6 +165,7 @@ def table(found: list[Row]) -> str:
         f"{sum(abs(each.ours - each.theirs) <= 1e-9 for each in both)} and less in "
         f"{sum(each.ours < each.theirs - 1e-9 for each in both)}; "
         f"{len(planned) - len(both)} more are planned by ours alone.",
+        f"{len(missing)} of the {len(with_theirs)} are not planned: {_causes(missing)}.",
         "",
         "Shares are of the bytes of all parameters, cut over `tensor=2`. That plans compute what the model "
         "computes is held by "

@@ -56,6 +56,7 @@ DELTA_NET = {
 KIMI = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 2, "kda_layers": [1], "full_attn_layers": [2]}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
 BY_LAYER = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+GRANITE = {"shared_intermediate_size": 24, "layer_types": ["attention"] * 2, "mamba_n_heads": 4}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 SHORT = EACH | {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 4}
 
@@ -117,6 +118,9 @@ OTHERS: dict[str, tuple[str, dict]] = {
         (EXPERTS | {"layer_types": ["full_attention"] * 2}, "lfm2_moe"),
         ({}, "apertus1p5_text"),
         (SHORT, "codegen"),
+        (EACH | {"intermediate_multiple_size": 2}, "gpt_neox_japanese"),
+        (EACH | {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, "xglm"),
+        (EXPERTS | GRANITE, "granitemoehybrid"),
         (HEAD | EXPERTS, "beam"),
         (HEAD | EXPERTS | SHARED_EXPERT, "kolibri1"),
         (HEAD | EXPERTS | {"dense_intermediate_size": 48, "shared_intermediate_size": 24}, "minimax_m3_vl_text"),
@@ -137,6 +141,8 @@ OTHERS: dict[str, tuple[str, dict]] = {
         "laguna",
         HEAD | EXPERTS | SHARED_EXPERT | {"num_attention_heads_per_layer": [4, 8]},
     ),
+    "granitemoehybrid without experts": ("granitemoehybrid", GRANITE | {"num_local_experts": 0}),
+    "granitemoeshared with a shared expert": ("granitemoeshared", EXPERTS | {"shared_intermediate_size": 24}),
     "lfm2 with convolutions": ("lfm2", CONVOLUTION),
     "lfm2_moe with convolutions": ("lfm2_moe", EXPERTS | CONVOLUTION),
 }

@@ -47,6 +47,7 @@ FUSED_ATTENTION: tuple[FusedAttention, ...] = (
     FusedAttention(
         "grouped", "each", ("GPTNeoXAttention", "GPTNeoXSdpaAttention", "GPTNeoXFlashAttention2"), ("gpt_neox",)
     ),
+    FusedAttention("grouped", "each", ("GPTNeoXJapaneseAttention",), ("gpt_neox_japanese",)),
     FusedAttention("grouped", "each", ("BloomAttention",), ("bloom",)),
     FusedAttention("grouped", "each", ("PersimmonAttention",), ("persimmon",)),
     FusedAttention("grouped", "num_kv_heads", _FALCON, ("falcon",), {"new_decoder_architecture": True}),
@@ -86,6 +87,7 @@ class FusedGate:
 FUSED_GATES: tuple[FusedGate, ...] = (
     FusedGate(("Phi3MLP", "GlmMLP", "Glm4MLP"), ("phi3", "glm", "glm4")),
     FusedGate(("MiniMaxM3VLDenseMLP",), ()),
+    FusedGate(("GraniteMoeHybridMLP", "GraniteMoeSharedMLP"), ()),
 )
 
 

@@ -87,6 +87,8 @@ class Rule:
 
 
 LINEAR = "weight|bias"
+QUERIES = "q_proj|wq|query|query_proj"
+KEYS = "k_proj|wk|key|key_proj"
 
 RULES: tuple[Rule, ...] = (
     # Vocabulary and positions: outside of the repeated blocks.
@@ -129,10 +131,11 @@ RULES: tuple[Rule, ...] = (
     Rule("@mixer.forget_gate.f_b_proj.weight", "mixer_inner", "any"),
     # Attention.
     Rule("@attention.@index.wq_b|wk|weights_proj|k_norm.weight|bias", "index", "any"),
-    Rule(f"@attention.q_proj|wq|query|query_proj.{LINEAR}", "query", output="query", input="hidden"),
-    Rule(f"@attention.k_proj|wk|key|key_proj.{LINEAR}", "key", output="key", input="hidden"),
+    Rule(f"@attention.{QUERIES}.{LINEAR}", "query", output="query", input="hidden"),
+    Rule(f"@attention.{KEYS}.{LINEAR}", "key", output="key", input="hidden"),
     Rule(f"@attention.v_proj|wv|value|value_proj.{LINEAR}", "value", output="value", input="hidden"),
     Rule(f"@attention.o_proj|out_proj|wo|dense|c_proj.{LINEAR}", "attention_output", output="hidden", input="mixed"),
+    Rule("@attention.dense_bias", "attention_output", "vector", output="hidden"),
     Rule(f"@attention.gate_proj.{LINEAR}", "attention_gate", output="mixed", input="hidden"),
     Rule("@attention.gate_bias", "attention_gate", "heads"),
     Rule("@attention.g_proj.weight", "attention_gate", "gate", input="hidden"),
@@ -162,6 +165,8 @@ RULES: tuple[Rule, ...] = (
     Rule("experts.down_proj_bias", "expert_down", "packed bias"),
     Rule("@mlp.input_linear.weight", "expert_gate_up", "packed", where=("with three dims",)),
     Rule("@mlp.output_linear.weight", "expert_down", "packed", where=("with three dims",)),
+    Rule("@mlp.input_linear.weight", "gate_up", "fused gate and up", input="hidden"),
+    Rule("@mlp.output_linear.weight", "down", output="hidden"),
     Rule(f"experts.#.gate_proj.{LINEAR}", "expert_gate", input="hidden"),
     Rule(f"experts.#.up_proj.{LINEAR}", "expert_up", input="hidden"),
     Rule(f"experts.#.down_proj.{LINEAR}", "expert_down", output="hidden"),
@@ -333,7 +338,7 @@ ADAPTERS = {
 CONFIG_KEYS: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "vocabulary": ("vocab_size",),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"),
     "key/value heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "head": ("head_dim",),
     "embedding": ("word_embed_proj_dim", "embedding_size"),
