@@ -57,6 +57,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.command == "plan":
         plan_command.check_arguments(options, plan)
+    if options.command == "validate":
+        validate_command.check_arguments(options, validate)
     return options
 
 

@@ -177,7 +177,14 @@ def make_hugging_face(path: str) -> Any:
         BackendUnavailable: transformers or PyTorch is missing.
         ConfigError: the file is no configuration of such a model.
     """
-    backend = backends.load("torch")
+    return make_of_configuration(read_configuration(path), path)
+
+
+def read_configuration(path: str) -> Any:
+    """A Hugging Face configuration of a causal language model, from its file.
+
+    Errors are those of `make_hugging_face`.
+    """
     auto = _transformers()
     try:
         values = load_json(path, "the configuration")
@@ -194,10 +201,23 @@ def make_hugging_face(path: str) -> Any:
         config = auto.CONFIG_MAPPING[kind].from_dict(values)
         if type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(f"--model: {path} describes a {kind}, which is no causal language model")
-        with backend.modules.without_values():
-            return auto.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        return config
     except ConfigError:
         raise
+    except Exception as error:
+        raise ConfigError(f"--model: transformers makes no model of {path}: {_one_line(error)}") from error
+
+
+def make_of_configuration(config: Any, path: str, with_values: bool = False) -> Any:
+    """The model of a configuration, without values unless asked for; `path` is named in errors.
+
+    Raises:
+        ConfigError: transformers makes no model of it.
+    """
+    auto, backend = _transformers(), backends.load("torch")
+    try:
+        with contextlib.nullcontext() if with_values else backend.modules.without_values():
+            return auto.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     except Exception as error:  # a configuration fails wherever the model's code first stumbles over it
         raise ConfigError(f"--model: transformers makes no model of {path}: {_one_line(error)}") from error
 
