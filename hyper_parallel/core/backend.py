@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 class LocatedTargets(NamedTuple):
-    """Where the targets of N tokens lie in one rank's part of a vocabulary that is cut over ranks: three 1-D tensors."""
+    """Where the targets of N tokens lie in one rank's part of a vocabulary that is cut over ranks: 1-D tensors."""
 
     places: Tensor
     """int64: the target's place in the part; 0 where it is not here."""
