@@ -46,8 +46,8 @@ def on_all_ranks(model: nn.Module, plan: ShardingPlan, body: Callable[[Backend, 
 
 
 def logits_layout(plan: ShardingPlan, shape: tuple[int, ...]) -> Layout:
-    """How the head hands on its logits, along the axes whose ranks see the same samples."""
-    after = next(each for each in plan.boundaries if each.kind == "head").outputs[0].after
+    """How the head hands on its logits, along the axes whose ranks see the same samples; whole without a head."""
+    after = next((each.outputs[0].after for each in plan.boundaries if each.kind == "head"), {})
     return Layout(plan.mesh, {axis: after[axis] for axis in ("tensor",) if axis in after}, shape)
 
 

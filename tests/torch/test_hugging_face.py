@@ -60,6 +60,8 @@ GRANITE = {"shared_intermediate_size": 24, "layer_types": ["attention"] * 2, "ma
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 SHORT = EACH | {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 4}
 
+FALCON_RW = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4}
+
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", HEAD),
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -143,6 +145,19 @@ OTHERS: dict[str, tuple[str, dict]] = {
     ),
     "granitemoehybrid without experts": ("granitemoehybrid", GRANITE | {"num_local_experts": 0}),
     "granitemoeshared with a shared expert": ("granitemoeshared", EXPERTS | {"shared_intermediate_size": 24}),
+    "phi3 with as many keys as queries": ("phi3", EACH),
+    "gpt_bigcode with as many keys as queries": ("gpt_bigcode", SHORT | {"multi_query": False}),
+    "mpt with clipped projections": (
+        "mpt",
+        EACH | {"d_model": 32, "n_heads": 4, "n_layers": 2, "attn_config": {"clip_qkv": 0.1}},
+    ),
+    "opt with narrower embeddings": ("opt", EACH | {"ffn_dim": 48, "word_embed_proj_dim": 16}),
+    "falcon with slopes": ("falcon", FALCON_RW | {"bias": True}),
+    "falcon with slopes and one key": ("falcon", FALCON_RW | {"multi_query": True}),
+    "ernie4_5_moe with biases": ("ernie4_5_moe", EXPERTS | {"use_bias": True}),
+    "deepseek_v2 with biases": ("deepseek_v2", EXPERTS | LATENT | SHARED | {"head_dim": 4, "mlp_bias": True}),
+    "hy_v3 with biases": ("hy_v3", EXPERTS | {"mlp_bias": True}),
+    "aria_text with biases": ("aria_text", EXPERTS | {"mlp_bias": True}),
     "lfm2 with convolutions": ("lfm2", CONVOLUTION),
     "lfm2_moe with convolutions": ("lfm2_moe", EXPERTS | CONVOLUTION),
 }

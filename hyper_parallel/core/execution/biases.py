@@ -1,8 +1,8 @@
 """Biases behind a weight whose inputs are cut: the module's output is a pending sum, and the bias counts once.
 
 Behind attention and feed-forward layers it is added to the sum, out of the tensor that the unit shows, so that its
-gradient flows. Experts weigh what they give before it is summed up, so there the first tensor rank adds it, and the
-others add zeros.
+gradient flows. What experts give is weighed before it is summed up, and what a shared expert beside them gives is
+summed up together with that, so there the first tensor rank adds it, and the others add zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _weights_of(facts: Facts, parameter: ParameterPlan) -> Iterator[ParameterPla
 
 
 def _add_once(facts: Facts, found: Adaptations, parameter: ParameterPlan) -> None:
-    if ROLES[parameter.role].boundary == "experts":
+    if ROLES[parameter.role].boundary == "experts" or _is_in_one_summand(facts, parameter):
         found.shares.add(parameter.name)
         if facts.place:
             for use in facts.uses[parameter.name]:
@@ -53,6 +53,12 @@ def _add_once(facts: Facts, found: Adaptations, parameter: ParameterPlan) -> Non
             continue
         place = found.show_instead(use.owner, use.attribute, _nothing(facts, use, parameter))
         found.handed_on.setdefault(boundary, []).append(_addition(facts, use, place))
+
+
+def _is_in_one_summand(facts: Facts, parameter: ParameterPlan) -> bool:
+    """Tell whether a boundary further outside makes the sum, and the plan has one rank make all of the gradient."""
+    beyond = all(_boundary_of(facts, use, parameter.boundary) is None for use in facts.uses[parameter.name])
+    return beyond and "tensor" in parameter.pending
 
 
 def _boundary_of(facts: Facts, use: ParameterUse, module: str) -> str | None:

@@ -136,8 +136,9 @@ class OwnSlopes:
             return 0, shape[0] // self.heads
         raise ContractError(
             f"{self.attention} takes {key} of shape {list(shape)}, and works on a part of its {self.heads} heads; "
-            f"which part of {key} these need is known for [samples, {self.heads}, queries, keys], [{self.heads}, queries, "
-            f"keys] and [samples * {self.heads}, queries, keys]; for another shape keep the module whole: "
+            f"which part of {key} these need is known for [samples, {self.heads}, queries, keys], "
+            f"[{self.heads}, queries, keys] and [samples * {self.heads}, queries, keys]; for another shape keep the "
+            "module whole: "
             f"{self.attention}.**: {{placements: {{tensor: replicate}}}}"
         )
 

@@ -55,6 +55,8 @@ def _parts(member: Member, members: Sequence[Member]) -> Iterator[tuple[int, str
     assignment, width = member.assignment, member.width(_cut_dim(member))
     yield from ((part, "features of one kind") for part in assignment.packing)
     yield width // assignment.interleaved, "features of one kind"
+    if assignment.role in ("query", "qkv") and assignment.heads:
+        yield 2 * assignment.heads, "halves of heads"
     if assignment.role in ("gate", "up", "expert_gate", "expert_up"):
         yield 2 * width, "features of gate and up"
     if assignment.role == "query":

@@ -113,8 +113,9 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     scope_of = scopes(groups, kinds, members)
     for each in groups:
         for name in each.parameters:
-            placed, assignment = members[name].placed, roles.assignments[name]
-            members[name] = replace(members[name], placed=settled(placed, assignment, scope_of[each.module].cut))
+            placed, scope = members[name].placed, scope_of[each.module]
+            placed = settled(placed, roles.assignments[name], scope.cut, bool(scope.block))
+            members[name] = replace(members[name], placed=placed)
     places = whole_places(model, roles, acting_kinds(kinds, scope_of))
     settle_whole(members, places, scope_of, blocks)
     order = first_parameters(described)

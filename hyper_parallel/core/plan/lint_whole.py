@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Container, Iterable, Iterator, Sequence
 
 from hyper_parallel.core.plan.assignment import Assignment, RoleResult
 from hyper_parallel.core.plan.cut_sizes import HEADS, CutSize, cut_sizes
 from hyper_parallel.core.plan.grouping import Group
 from hyper_parallel.core.plan.names import block_around, parse
-from hyper_parallel.core.plan.role_rules import LIST_CLASSES, ROLES, WRAPPERS
+from hyper_parallel.core.plan.role_rules import KEYS, LIST_CLASSES, QUERIES, ROLES, WRAPPERS
 from hyper_parallel.core.plan.roles import all_names
 from hyper_parallel.core.plan.templates import Member, scopes
 from hyper_parallel.core.plan.violations import Finding, numberless
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _AXES = ("expert", "tensor")
 _NONE = "{role: none}"
+_QUERIES, _KEYS = frozenset(QUERIES.split("|")), frozenset(KEYS.split("|"))
 
 Sizes = dict[int, list[CutSize]]
 """All that is cut and has a size, by that size."""
@@ -93,8 +95,10 @@ class WholeParameters:
                 or self._around_a_cut(name)
                 or self._in_a_mixer(place)
                 or self._among_others(name, place)
+                or self._takes_keys(name)
                 or self._by_size(name, place)
                 or self._beside_a_sum(name, place)
+                or self._in_attention(name, place)
                 or self._bare_outside(name, place)
             )
         return self._conflicts[name]
@@ -180,12 +184,14 @@ class WholeParameters:
     def _by_size(self, name: str, place: Place) -> Conflict | None:
         """A dim as large as heads, experts or features that are cut around it."""
         sizes, shape = self._sizes_around(name, place), self._shapes[name]
-        found = [cut for size in dict.fromkeys(shape) for cut in sizes.get(size, ())]
+        listed = self._lengths_of_lists(name, place)
+        found = [cut for size in dict.fromkeys((*shape, *listed)) for cut in sizes.get(size, ())]
         if not found:
             return None
         cut, size = found[0], found[0].size
         cuts = _cuts([cut.axis])
-        message = f"has {size} in dim {shape.index(size)}, and {cut.parameter} has {size} {cut.words}, which {cuts}"
+        has = f"has {size} in dim {shape.index(size)}" if size in shape else f"stands in a list of {size}"
+        message = f"{has}, and {cut.parameter} has {size} {cut.words}, which {cuts}"
         if size == self._hidden:
             message += f"; {size} is the hidden size too, and nothing tells which it is"
         units = dict.fromkeys(module for each in found for module in self._unit(each.module))
@@ -193,6 +199,47 @@ class WholeParameters:
             units = dict.fromkeys(numberless(module) for module in units)
         axes = [axis for axis in _AXES if any(each.axis == axis for each in found)]
         return Conflict(message, self._lines(name, units, axes))
+
+    def _lengths_of_lists(self, name: str, place: Place) -> list[int]:
+        """How long the lists are in which a parameter stands, inside of a boundary."""
+        lengths = []
+        for around in above(name) if place.inside else ():
+            if around == place.inside:
+                break
+            holder, _, segment = around.rpartition(".")
+            if segment.isdigit():
+                start = len(holder) + 1
+                lengths.append(len({each[start:].partition(".")[0] for each in self._below[holder]}))
+        return lengths
+
+    def _takes_keys(self, name: str) -> Conflict | None:
+        """In attention without keys of its own, where other layers have some: those that are handed from layer to layer
+        are of all heads, or of a rank's own."""
+        if name not in self.draft.roles.unknown:
+            return None
+        cut = [each for each, kind in self.draft.kinds.items() if kind == "attention" and self._scope_of[each].cut]
+        alike = {numberless(each): each for each in reversed(cut)}
+        for module in above(name):
+            other = alike.get(numberless(module))
+            parts = {each[len(module) + 1 :].partition(".")[0] for each in self._below[module]}
+            if other and module not in self._scope_of and parts & _QUERIES and not parts & _KEYS:
+                message = (
+                    f"stands in {module}, which makes no keys, and {other} may hand it its own, whose heads tensor cuts"
+                )
+                return Conflict(message, self._lines(name, [numberless(other)], ["tensor"]))
+        return None
+
+    def _in_attention(self, name: str, place: Place) -> Conflict | None:
+        """In attention that is cut, of no size that tells. A single number is the same for all heads, and more numbers
+        only where a user says so."""
+        scope = self._scope_of.get(place.inside)
+        if name not in self.draft.roles.unknown or scope is None or not scope.cut or prod(self._shapes[name]) == 1:
+            return None
+        unit = self._unit(place.inside)
+        if not any(self.draft.kinds.get(module) == "attention" for module in unit):
+            return None
+        message = f"stands in the attention {unit[0]}, which tensor cuts, and nothing tells whether all heads share it"
+        return Conflict(message, self._lines(name, unit, ["tensor"]))
 
     def _beside_a_sum(self, name: str, place: Place) -> Conflict | None:
         """On hidden states in a module that gives a sum over ranks: behind the sum it would count once for each."""

@@ -92,7 +92,7 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
     how, ranks = ROLES[assignment.role].tensor, around.mesh.axis_size("tensor")
     dim = {"vocabulary": assignment.vocab_dim, "input": assignment.input_dim}.get(how, assignment.output_dim)
     if how == "whole" or dim is None:
-        return Placed(notes=_notes_on_bias(assignment, ranks) if how == "input" else ())
+        return Placed(notes=_notes_on_bias(assignment) if how == "input" else ())
     size = parameter.shape[dim]
     if around.all_heads and is_of_heads(parameter, assignment):
         return Placed(notes=("every rank works on all heads: kept whole",))
@@ -121,13 +121,16 @@ def is_of_heads(parameter: ParameterDescription, assignment: Assignment) -> bool
     return assignment.role in ("sink", "per_head_norm") or (assignment.role == "attention_gate" and is_bare)
 
 
-def _notes_on_bias(assignment: Assignment, ranks: int) -> tuple[str, ...]:
+def _notes_on_bias(assignment: Assignment) -> tuple[str, ...]:
     """Of a bias behind a weight cut along its inputs. Experts weigh their outputs before these are summed up."""
     if assignment.input_dim is not None:
         return ()
     if ROLES[assignment.role].boundary == "experts":
-        return (f"each of the {ranks} tensor ranks adds 1/{ranks} of it to the sum",)
+        return _ADDED_BY_FIRST
     return ("added once, after the reduction",)
+
+
+_ADDED_BY_FIRST = ("added by the first tensor rank, to its part of the sum",)
 
 
 def _tensor_problems(
@@ -148,6 +151,11 @@ def _tensor_problems(
             f"{size} features, {assignment.interleaved} kinds one by one, can't be cut for {ranks} tensor ranks",
             "tensor",
         )
+    elif not by_heads:
+        part = size // max(len(assignment.packing), 1)
+        if (ranks - 1) * -(-part // ranks) >= part:
+            what = "tokens" if assignment.vocab_dim is not None else "features"
+            yield Problem("divisibility", f"{part} {what} leave nothing for the last of {ranks} tensor ranks", "tensor")
 
 
 def _on_expert(parameter: ParameterDescription, assignment: Assignment, placed: Placed, around: Surroundings) -> Placed:
@@ -241,9 +249,13 @@ def _pending(
     return tuple(axes)
 
 
-def settled(placed: Placed, assignment: Assignment, cut: bool) -> Placed:
+def settled(placed: Placed, assignment: Assignment, cut: bool, in_block: bool) -> Placed:
     """The same in a boundary where `tensor` cuts something, or nothing: there every rank computes all of every
-    gradient, unless it sees other tokens."""
+    gradient, unless it sees other tokens. In a block of experts what is summed up is more than one module gives, so
+    that a bias belongs to one rank's summand."""
+    if cut and in_block and ROLES[assignment.role].tensor == "input" and assignment.input_dim is None:
+        axes = () if "tensor" in placed.pending else ("tensor",)
+        return replace(placed, pending=placed.pending + axes, notes=_ADDED_BY_FIRST)
     if cut or ROLES[assignment.role].boundary in BY_TOKEN:
         return placed
     return replace(placed, pending=tuple(axis for axis in placed.pending if axis != "tensor"))

@@ -80,7 +80,7 @@ def test_a_whole_parameter_beside_cut_ones_has_a_pending_gradient():
     plain = stored("llama")
     model = replace(plain, parameters=plain.parameters + by_hand(bare).parameters)
     (found,) = mended(model, TWO)
-    assert found.line == "model.layers.0.self_attn.strange: {role: none}"
+    assert found.line == f"model.layers.0.self_attn.**: {WHOLE}\nmodel.layers.0.self_attn.strange: {{role: none}}"
     plan = derive(model, DeviceMesh((2,), ("tensor",)), {"parameters": {"**.strange": {"role": "none"}}})
     assert plan["model.layers.0.self_attn.strange"].pending == ("tensor",)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hyper_parallel.core.mesh import DeviceMesh
@@ -188,7 +190,6 @@ def test_a_size_that_is_the_hidden_one_too_tells_nothing():
 ALLOWED: dict[str, tuple[Parameters, tuple[str, ...]]] = {
     "a number": ({"self_attn.temperature": ((1,), "Attention")}, ("tensor",)),
     "as many numbers as nothing else has": ({"mlp.act.alpha": ((7,), "Activation")}, ("tensor",)),
-    "a norm of one head": ({"self_attn.sub_norm.weight": ((6,), "RMSNorm")}, ("tensor",)),
     "scales of a layer": ({"layer_scale": ((32,), "Block")}, ("tensor",)),
     "a mixer with as many heads": (
         {
@@ -212,6 +213,54 @@ def test_what_can_be_no_part_of_a_cut_stays_whole(case):
     for name in extra:
         assert (plan[f"layers.0.{name}"].placements, plan[f"layers.0.{name}"].pending) == ({}, pending)
     assert plan["layers.0.self_attn.q_proj.weight"].local_shape == (12, 32)
+
+
+def test_the_unknown_in_attention_is_whole_with_all_of_it_unless_a_user_knows_better():
+    name = "self_attn.sub_norm.weight"
+    model = decoder({name: ((6,), "RMSNorm")})
+    (found,) = mended(model, TWO)
+    assert found.line == f"{IN_ATTENTION}\nlayers.*.{name}: {{role: none}}"
+    assert found.message.endswith(
+        "; it stands in the attention layers.0.self_attn, which tensor cuts, and nothing tells whether all heads "
+        "share it"
+    )
+    plan = derive(model, DeviceMesh.from_sizes(TWO), kept(name))
+    assert plan[f"layers.0.{name}"].pending == ("tensor",)
+    assert plan["layers.0.self_attn.q_proj.weight"].local_shape == (12, 32)
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        (
+            {f"self_attn.norms.{head}.weight": ((6,), "LayerNorm") for head in range(4)},
+            f"stands in a list of 4, and {HEADS}",
+        ),
+        (
+            {"self_attn.pairs": ((8,), "Attention")},
+            "has 8 in dim 0, and layers.0.self_attn.q_proj.weight has 8 halves of heads",
+        ),
+    ],
+)
+def test_numbers_of_heads_in_other_forms(extra, message):
+    found = [each for each in mended(decoder(extra), TWO, kept(*extra)) if each.rule != "sequence"]
+    assert {each.rule for each in found} == {"consistent"}
+    assert {each.message for each in found} == {f"stays whole with role: none, and {message}, which tensor cuts"}
+    assert {each.line for each in found} == {IN_ATTENTION}
+
+
+def test_attention_without_keys_is_whole_with_all_that_may_hand_it_some():
+    keyless = {f"layers.1.self_attn.{part}_proj.{leaf}" for part in "kv" for leaf in ("weight", "bias")}
+    model = decoder({})
+    model = replace(model, parameters=tuple(each for each in model.parameters if each.name not in keyless))
+    found = [each for each in mended(model, TWO) if each.rule != "sequence"]
+    assert {each.rule for each in found} == {"unknown"}
+    told = {each.where: each for each in found}["layers.1.self_attn.q_proj.weight"]
+    assert told.line == f"{IN_ATTENTION}\nlayers.1.self_attn.q_proj.weight: {{role: none}}"
+    assert told.message.endswith(
+        "; it stands in layers.1.self_attn, which makes no keys, and layers.0.self_attn may hand it its own, whose "
+        "heads tensor cuts"
+    )
 
 
 def test_a_size_of_two_modules_is_whole_in_both():
