@@ -294,6 +294,8 @@ def _roles_taken(draft: Draft) -> Iterator[Finding]:
             if around.experts_are_whole(name):
                 target, fix = _whole_of(around.blocks[around.holder[name]]), "{role: none}"
         if cut:
+            if target == name and axis in draft.overrides.placements(name):
+                fix = f"{{role: auto, placements: {{{axis}: auto}}}}"
             message = f"stays whole with role: none, while {cut[0]}, which works on the same, is cut over {axis}"
             yield Finding("consistent", name, message, target, fix, because=because)
 

@@ -390,6 +390,12 @@ def test_a_role_taken_from_one_of_several():
     )
 
 
+def test_a_role_taken_from_one_that_is_placed_whole_too():
+    name = "model.layers.*.mlp.gate_proj.weight"
+    (found,) = mended("llama", TWO, {"parameters": {name: {"role": "none", "placements": {"tensor": "replicate"}}}})
+    assert found.line == f"{name}: {{role: auto, placements: {{tensor: auto}}}}"
+
+
 def test_a_head_without_a_role():
     (found,) = mended("llama", TWO, {"parameters": {"lm_head.weight": {"role": "none"}}})
     assert (found.rule, found.line) == ("consistent", "lm_head.weight: {role: auto, placements: none}")
