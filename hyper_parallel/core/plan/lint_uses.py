@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Iterator
 
 from hyper_parallel.core.plan.architectures import SLICED_WEIGHTS
 from hyper_parallel.core.plan.forms import matches
-from hyper_parallel.core.plan.role_rules import BASE_MODELS, EMBEDDING_CLASSES, LANGUAGE_MODELS
+from hyper_parallel.core.plan.names import block_of
+from hyper_parallel.core.plan.role_rules import BASE_MODELS, EMBEDDING_CLASSES, LANGUAGE_MODELS, LOGITS
 from hyper_parallel.core.plan.violations import Finding
 
 if TYPE_CHECKING:
     from hyper_parallel.core.plan.derive import Draft
+
+_LOGITS = frozenset(LOGITS.split("|"))
 
 
 def lint_uses(draft: Draft) -> Iterator[Finding]:
@@ -47,9 +50,13 @@ def _cut_without_head(draft: Draft) -> list[str]:
     owners = {each.name: each.module_class for each in draft.model.parameters}
     for name in (*draft.members, *draft.roles.unknown):
         is_table = name in tables or matches(owners.get(name, ""), EMBEDDING_CLASSES)
-        if not is_table and sizes & set(draft.shapes[name]):
+        if not is_table and (sizes & set(draft.shapes[name]) or _is_a_head_by_name(name)):
             return []
     return tables
+
+
+def _is_a_head_by_name(name: str) -> bool:
+    return not block_of(name) and not _LOGITS.isdisjoint(name.split("."))
 
 
 def _has_no_head_by_its_class(draft: Draft) -> bool:

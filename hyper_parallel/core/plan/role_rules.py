@@ -89,6 +89,7 @@ class Rule:
 LINEAR = "weight|bias"
 QUERIES = "q_proj|wq|query|query_proj"
 KEYS = "k_proj|wk|key|key_proj"
+LOGITS = "lm_head|embed_out|output|output_projection"
 
 RULES: tuple[Rule, ...] = (
     # Vocabulary and positions: outside of the repeated blocks.
@@ -107,7 +108,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"project_in.{LINEAR}", "projection", output="hidden", where=("outside of repeated blocks",)),
     Rule(f"project_out.{LINEAR}", "projection", input="hidden", where=("outside of repeated blocks",)),
     Rule(
-        f"lm_head|embed_out|output|output_projection.{LINEAR}",
+        f"{LOGITS}.{LINEAR}",
         "head",
         output="vocabulary",
         where=("outside of repeated blocks",),

@@ -14,6 +14,7 @@ from tests.core.plan.by_hand import HEADS, by_hand
 from tests.core.plan.linting import mended, wrong
 
 TWO = {"tensor": 2}
+LAID_WHOLE = {"sequence_parallel": False}
 MESH = DeviceMesh.from_sizes(TWO)
 SQUARE = {f"{each}_proj.weight": ((32, 32), "Linear") for each in "qkvo"}
 
@@ -45,6 +46,12 @@ def test_a_table_without_a_head_stays_whole(sequence_parallel):
 def test_a_head_that_no_rule_knows_is_one():
     (found,) = mended(decoder("attn", head="unembed"), TWO)
     assert (found.rule, found.line) == ("unknown", "unembed.weight: {role: none}")
+
+
+def test_a_head_of_fewer_rows_is_one_by_its_name():
+    model = decoder("attn")
+    fewer = (replace(each, shape=(90, 32)) if each.name == "lm_head.weight" else each for each in model.parameters)
+    assert {each.rule for each in wrong(replace(model, parameters=tuple(fewer)), TWO, LAID_WHOLE)} == {"unknown"}
 
 
 @pytest.mark.parametrize("name", ["LlamaModel", "LlamaForTokenClassification"])
