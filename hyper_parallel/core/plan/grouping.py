@@ -30,8 +30,8 @@ def group(model: ModelDescription, roles: RoleResult) -> tuple[Group, ...]:
 
     * Attention is one group: its projections with the norms of heads, sinks, latents. A norm over all heads
       (`wide_norm`) is a group of its own inside, since it needs whole rows where attention has cut ones.
-    * A feed-forward layer is one group. Where its projections stand in a block beside other things, as in OPT, no
-      module holds them alone, and each is a group.
+    * A feed-forward layer is one group. Where its projections stand in a block beside other things, as in OPT, or
+      beside what is unknown or kept whole, no module holds them alone, and each is a group.
     * Experts belong to the module that is called with tokens: the one that packs them, or the block around a list of
       them. Their router is a group of its own unless its parameters stand in the same module; what corrects its choice
       belongs to it, wherever it stands.
@@ -49,6 +49,8 @@ def group(model: ModelDescription, roles: RoleResult) -> tuple[Group, ...]:
         if not parsed.adapter:
             linears[parsed.path] = name
     around = {above for name, place in places.items() if families[name] == "attention" for above in _above(place)}
+    strange = [*roles.unknown, *(name for name, family in families.items() if family == "whole")]
+    around |= {above for name in strange for above in _above(name) if above.rpartition(".")[2].isdigit()}
     for name, place in places.items():
         if families[name] == "mlp" and place in around:
             places[name] = names[name].module(len(names[name].path))

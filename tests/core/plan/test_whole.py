@@ -270,6 +270,16 @@ def test_a_size_of_two_modules_is_whole_in_both():
     assert (found.rule, found.line) == ("consistent", f"{IN_ATTENTION}\n{IN_MLP}")
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_halves_beside_attention_that_is_whole_stay_halves(sequence_parallel):
+    asked = {"sequence_parallel": sequence_parallel, "parameters": {"layers.*.self_attn.**": {"role": "none"}}}
+    plan = derive(decoder({}, ATTENTION | HALVES), DeviceMesh.from_sizes(TWO), asked)
+    kinds = {each.module: each.kind for each in plan.boundaries}
+    assert (kinds["layers.0.self_attn"], kinds["layers.0.fc1"], kinds["layers.0.fc2"]) == ("whole", "up", "down")
+    assert kinds.get("layers.0") == ("entry" if sequence_parallel else None)
+    assert plan["layers.0.fc1.weight"].local_shape == (20, 32)
+
+
 def test_features_between_halves_that_no_module_holds():
     extra: Parameters = {"ffn_norm.weight": ((40,), "LayerNorm")}
     found = mended(decoder(extra, ATTENTION | HALVES), TWO, kept("ffn_norm.weight"))
