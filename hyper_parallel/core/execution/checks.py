@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from math import prod
 from typing import Any, Iterator
 
 from hyper_parallel.core.backend import Backend, Module, ParameterUse
@@ -11,7 +12,7 @@ from hyper_parallel.core.execution.facts import MODEL_AXES, Facts, is_in, model_
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Partial, RaggedShard
+from hyper_parallel.core.placement import Partial, Placement, RaggedShard, Shard, StridedShard
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 
 RUN = ("replicate", "shard", "expert", "tensor")
@@ -139,11 +140,24 @@ def _placement_violations(plan: ShardingPlan, each: ParameterPlan, name: str) ->
             yield f"{name} is an expert of its own; only experts that are packed into one tensor run over {axis} yet"
         elif isinstance(placement, Partial) or axis not in ("shard", *MODEL_AXES):
             yield f"{name} is placed as {axis}: {placement}; a parameter that is run is cut by shard, tensor or expert"
+    found = each.placements.get("shard")
+    if isinstance(found, (Shard, StridedShard)) and found != _after_others(plan.mesh, each, found.dim):
+        yield (
+            f"{name} is {found} over shard; a unit cuts the part that other axes leave on a rank, which is "
+            f"{_after_others(plan.mesh, each, found.dim)}"
+        )
     if 0 in layout.local_shape(plan.mesh.ranks[-1]) and 0 not in each.shape:
         yield (
             f"{name} of shape {list(each.shape)} leaves nothing for rank {plan.mesh.ranks[-1]} as {layout}; keep it "
             f"whole: {name}: {{placements: {{tensor: replicate}}}}"
         )
+
+
+def _after_others(mesh: DeviceMesh, parameter: ParameterPlan, dim: int) -> Placement:
+    """The placement over `shard` of a part that is cut along `dim` after all other axes have cut."""
+    others = (axis for axis, each in model_placements(parameter).items() if getattr(each, "dim", None) == dim)
+    parts = prod(mesh.axis_size(axis) for axis in others)
+    return Shard(dim) if parts == 1 else StridedShard(dim, parts)
 
 
 def _boundary_violations(facts: Facts) -> Iterator[str]:

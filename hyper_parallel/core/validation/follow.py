@@ -17,6 +17,7 @@ from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCross
 from hyper_parallel.core.validation.contracts import check_ends, contract_states
 from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
 from hyper_parallel.core.validation.parameters import line_of, parameter_states
+from hyper_parallel.core.validation.samples import check_samples
 from hyper_parallel.core.validation.watch import Track, Watch
 
 FOLLOWED = ("context", "tensor")
@@ -33,6 +34,7 @@ class Following:
     def __init__(self, facts: Facts, adaptations: Adaptations, is_real: bool = True):
         mesh = facts.plan.mesh
         axes = tuple(axis for axis in FOLLOWED if mesh.axis_size(axis) > 1)
+        check_samples(facts.plan)
         for boundary in facts.plan.boundaries:
             for side, contracts in (("input", boundary.inputs), ("output", boundary.outputs)):
                 for contract in contracts:
