@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Iterator
+from typing import Any, Iterator, Mapping
 
 from hyper_parallel import Partial, Replicate, Shard, ShardingPlan, StridedShard
 from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan
 
-AXIS, OTHER = "tensor", "shard"
 WHOLE = Replicate()
 SIDES = ("inputs", "outputs")
 
@@ -30,139 +29,145 @@ class Mutation:
         return f"{self.kind}: {self.what}"
 
 
-def mutations(plan: ShardingPlan, modules: list[str]) -> Iterator[Mutation]:
-    """All of them. `modules` are the names of the model's modules, to which boundaries may be moved."""
-    yield from _of_parameters(plan)
-    yield from _of_contracts(plan)
-    yield from _of_boundaries(plan, modules)
+@dataclass(frozen=True)
+class Breaker:
+    """Breaks `plan` along `axis`; takes `other` for it where the mesh has that too. `modules` are the names of the
+    model's modules, to which boundaries may be moved."""
+
+    plan: ShardingPlan
+    modules: tuple[str, ...]
+    axis: str = "tensor"
+    other: str = "shard"
+
+    @property
+    def on_two_axes(self) -> bool:
+        return self.plan.mesh.axis_size(self.other) > 1
+
+    def mutations(self) -> Iterator[Mutation]:
+        """All of them."""
+        yield from self._of_parameters()
+        yield from self._of_contracts()
+        yield from self._of_boundaries()
+
+    # Parameters
+
+    def _of_parameters(self) -> Iterator[Mutation]:
+        plan = self.plan
+        for each in plan.parameters:
+            for kind, changes in self._changes_of(each):
+                parameters = tuple(replace(other, **changes) if other is each else other for other in plan.parameters)
+                what = ", ".join(f"{field} {_text(value)}" for field, value in changes.items())
+                module = each.name.rpartition(".")[0]
+                yield Mutation(kind, f"{each.name}: {what}", module, replace(plan, parameters=parameters))
+
+    def _changes_of(self, each: ParameterPlan) -> Iterator[tuple[str, dict]]:
+        found, dims = each.placements.get(self.axis), range(len(each.shape))
+        if found is None:
+            yield from (("cut instead of whole", self._placed(each, Shard(dim))) for dim in dims)
+        else:
+            yield "whole instead of cut", self._placed(each, None)
+            yield from (("cut along another dim", self._placed(each, Shard(dim))) for dim in dims if dim != found.dim)
+            for split in _other_splits(each, found, self.plan.mesh.axis_size(self.axis)):
+                yield "split another way", self._placed(each, split)
+        if self.on_two_axes and each.placements.get(self.axis) != each.placements.get(self.other):
+            exchanged = {self.axis: self.other, self.other: self.axis}
+            placements = {exchanged.get(axis, axis): placement for axis, placement in each.placements.items()}
+            yield "another axis", {"placements": placements}
+        without = tuple(axis for axis in each.pending if axis != self.axis)
+        if self.axis not in each.pending:
+            yield "sum of the gradient added", {"pending": (*each.pending, self.axis)}
+        else:
+            yield "sum of the gradient dropped", {"pending": without}
+            if self.on_two_axes and self.other not in without:
+                yield "another axis", {"pending": (*without, self.other)}
+
+    def _placed(self, each: ParameterPlan, placement: Placement | None) -> dict:
+        placements = {axis: other for axis, other in each.placements.items() if axis != self.axis}
+        return {"placements": placements | ({} if placement is None else {self.axis: placement})}
+
+    # Contracts
+
+    def _of_contracts(self) -> Iterator[Mutation]:
+        for boundary in self.plan.boundaries:
+            for side in SIDES:
+                for number, contract in enumerate(getattr(boundary, side)):
+                    for kind, changes in self._ends(contract):
+                        what = ", ".join(f"{end} {_text(value)}" for end, value in changes.items())
+                        contracts = list(getattr(boundary, side))
+                        contracts[number] = replace(contract, **changes)
+                        changed = self._with(boundary, replace(boundary, **{side: tuple(contracts)}))
+                        told = f"{boundary.module}, {side[:-1]} {contract.name}: {what}"
+                        yield Mutation(kind, told, boundary.module, changed)
+
+    def _ends(self, contract: Contract) -> Iterator[tuple[str, dict]]:
+        if contract.dims < 3:
+            return
+        before, after = contract.before, contract.after
+        back, gradient = contract.source_gradient, contract.gradient
+        if not contract.is_trivial:
+            yield "ends swapped", {"before": after, "after": before, "gradient": back, "gradient_before": gradient}
+            yield "transition dropped", {"after": before, "gradient": back}
+            yield "transition dropped", {"before": after, "gradient_before": gradient}
+        ends = (("before", before, "gradient_before", back), ("after", after, "gradient", gradient))
+        for end, lies, returns, its_gradient in ends:
+            now = lies.get(self.axis, WHOLE)
+            for placement in (WHOLE, Shard(1), Shard(2), Partial()):
+                if placement != now:
+                    usual = WHOLE if isinstance(placement, Partial) else placement
+                    changes = {end: {**lies, self.axis: placement}, returns: {**_own(lies), self.axis: usual}}
+                    yield f"{end} replaced", changes
+            if now == WHOLE:
+                pending = isinstance(its_gradient.get(self.axis), Partial)
+                changed = {**its_gradient, self.axis: WHOLE if pending else Partial()}
+                yield "gradient replaced", {returns: changed}
+            if self.on_two_axes and self.axis in lies and lies.get(self.other) != lies[self.axis]:
+                yield "another axis", {end: self._exchanged(lies), returns: self._exchanged(_own(lies))}
+
+    def _exchanged(self, lies: Mapping[str, Placement]) -> dict:
+        return {**lies, self.axis: lies.get(self.other, WHOLE), self.other: lies.get(self.axis, WHOLE)}
+
+    # Boundaries
+
+    def _of_boundaries(self) -> Iterator[Mutation]:
+        taken = {each.module for each in self.plan.boundaries}
+        for boundary in self.plan.boundaries:
+            if all(each.is_trivial for each in (*boundary.inputs, *boundary.outputs)):
+                continue
+            name = boundary.module
+            yield Mutation("boundary dropped", name, name, self._with(boundary))
+            for other in self._near(name):
+                if other not in taken:
+                    there = replace(boundary, module=other)
+                    yield Mutation("boundary moved", f"{name} to {other}", name, self._with(boundary, there), other)
+                    both = self._with(boundary, boundary, there)
+                    yield Mutation("boundary doubled", f"{name} at {other} too", name, both, other)
+            sides = replace(boundary, inputs=boundary.outputs, outputs=boundary.inputs)
+            yield Mutation("sides swapped", name, name, self._with(boundary, sides))
+
+    def _near(self, name: str) -> Iterator[str]:
+        """The module around, and those just below."""
+        around = name.rpartition(".")[0]
+        if around:
+            yield around
+        yield from (each for each in self.modules if each.rpartition(".")[0] == name)
+
+    def _with(self, boundary: BoundaryPlan, *instead: BoundaryPlan) -> ShardingPlan:
+        boundaries = [each for old in self.plan.boundaries for each in (instead if old is boundary else (old,))]
+        return replace(self.plan, boundaries=tuple(boundaries))
 
 
-# Parameters
-
-
-def _of_parameters(plan: ShardingPlan) -> Iterator[Mutation]:
-    for each in plan.parameters:
-        for kind, changes in _changes_of(each, plan.mesh.axis_size(OTHER) > 1):
-            parameters = tuple(replace(other, **changes) if other is each else other for other in plan.parameters)
-            what = ", ".join(f"{field} {_text(value)}" for field, value in changes.items())
-            module = each.name.rpartition(".")[0]
-            yield Mutation(kind, f"{each.name}: {what}", module, replace(plan, parameters=parameters))
-
-
-def _changes_of(each: ParameterPlan, on_two_axes: bool) -> Iterator[tuple[str, dict]]:
-    found, dims = each.placements.get(AXIS), range(len(each.shape))
-    if found is None:
-        yield from (("cut instead of whole", _placed(each, Shard(dim))) for dim in dims)
-    else:
-        yield "whole instead of cut", _placed(each, None)
-        yield from (("cut along another dim", _placed(each, Shard(dim))) for dim in dims if dim != found.dim)
-        yield from (("split another way", _placed(each, other)) for other in _other_splits(each, found))
-    if on_two_axes and each.placements.get(AXIS) != each.placements.get(OTHER):
-        exchanged = {AXIS: OTHER, OTHER: AXIS}
-        placements = {exchanged.get(axis, axis): placement for axis, placement in each.placements.items()}
-        yield "another axis", {"placements": placements}
-    if AXIS in each.pending:
-        yield "sum of the gradient dropped", {"pending": ()}
-        if on_two_axes:
-            yield "another axis", {"pending": (OTHER,)}
-    else:
-        yield "sum of the gradient added", {"pending": (AXIS,)}
-
-
-def _placed(each: ParameterPlan, placement: Placement | None) -> dict:
-    placements = {axis: other for axis, other in each.placements.items() if axis != AXIS}
-    return {"placements": placements | ({} if placement is None else {AXIS: placement})}
-
-
-def _other_splits(each: ParameterPlan, found: Placement) -> Iterator[Placement]:
+def _other_splits(each: ParameterPlan, found: Placement, ranks: int) -> Iterator[Placement]:
     blocks = getattr(found, "split_factor", 1)
-    for other in {1, 2, 3} - {blocks}:
-        if each.shape[found.dim] % (2 * other) == 0:
+    for other in (1, 2, 3):
+        if other != blocks and each.shape[found.dim] % (ranks * other) == 0:
             yield Shard(found.dim) if other == 1 else StridedShard(found.dim, other)
 
 
-# Contracts
-
-
-def _of_contracts(plan: ShardingPlan) -> Iterator[Mutation]:
-    for boundary in plan.boundaries:
-        for side in SIDES:
-            for number, contract in enumerate(getattr(boundary, side)):
-                for kind, changes in _ends(contract, plan.mesh.axis_size(OTHER) > 1):
-                    what = ", ".join(f"{end} {_text(value)}" for end, value in changes.items())
-                    contracts = list(getattr(boundary, side))
-                    contracts[number] = replace(contract, **changes)
-                    changed = replace(boundary, **{side: tuple(contracts)})
-                    told = f"{boundary.module}, {side[:-1]} {contract.name}: {what}"
-                    yield Mutation(kind, told, boundary.module, _with(plan, boundary, changed))
-
-
-def _ends(contract: Contract, on_two_axes: bool) -> Iterator[tuple[str, dict]]:
-    if contract.dims < 3:
-        return
-    before, after = contract.before, contract.after
-    back, gradient = contract.source_gradient, contract.gradient
-    if not contract.is_trivial:
-        swapped = {"before": after, "after": before, "gradient": back, "gradient_before": gradient}
-        yield "ends swapped", swapped
-        yield "transition dropped", {"after": before, "gradient": back}
-        yield "transition dropped", {"before": after, "gradient_before": gradient}
-    for end, lies, its_gradient in (("before", before, "gradient_before"), ("after", after, "gradient")):
-        now = lies.get(AXIS, WHOLE)
-        backward = (back if end == "before" else gradient).get(AXIS, WHOLE)
-        for other in (WHOLE, Shard(1), Shard(2), Partial()):
-            if other != now:
-                usual = WHOLE if isinstance(other, Partial) else other
-                yield f"{end} replaced", {end: {**lies, AXIS: other}, its_gradient: {**_own(lies), AXIS: usual}}
-        if now == WHOLE:
-            other = WHOLE if isinstance(backward, Partial) else Partial()
-            yield "gradient replaced", {its_gradient: {**(back if end == "before" else gradient), AXIS: other}}
-        if on_two_axes and AXIS in lies and lies.get(OTHER) != lies[AXIS]:
-            yield "another axis", {end: _exchanged(lies), its_gradient: _exchanged(_own(lies))}
-
-
-def _own(lies) -> dict:
+def _own(lies: Mapping[str, Placement]) -> dict[str, Placement]:
     return {axis: WHOLE if isinstance(each, Partial) else each for axis, each in lies.items()}
 
 
-def _exchanged(lies) -> dict:
-    return {**lies, AXIS: lies.get(OTHER, WHOLE), OTHER: lies.get(AXIS, WHOLE)}
-
-
-# Boundaries
-
-
-def _of_boundaries(plan: ShardingPlan, modules: list[str]) -> Iterator[Mutation]:
-    taken = {each.module for each in plan.boundaries}
-    for boundary in plan.boundaries:
-        if all(each.is_trivial for each in (*boundary.inputs, *boundary.outputs)):
-            continue
-        name = boundary.module
-        yield Mutation("boundary dropped", name, name, _with(plan, boundary))
-        for other in _near(name, modules):
-            if other not in taken:
-                moved = _with(plan, boundary, replace(boundary, module=other))
-                yield Mutation("boundary moved", f"{name} to {other}", name, moved, other)
-                both = _with(plan, boundary, boundary, replace(boundary, module=other))
-                yield Mutation("boundary doubled", f"{name} at {other} too", name, both, other)
-        sides = replace(boundary, inputs=boundary.outputs, outputs=boundary.inputs)
-        yield Mutation("sides swapped", name, name, _with(plan, boundary, sides))
-
-
-def _near(name: str, modules: list[str]) -> Iterator[str]:
-    """The module around, and those just below."""
-    around = name.rpartition(".")[0]
-    if around:
-        yield around
-    yield from (each for each in modules if each.rpartition(".")[0] == name)
-
-
-def _with(plan: ShardingPlan, boundary: BoundaryPlan, *instead: BoundaryPlan) -> ShardingPlan:
-    boundaries = [each for other in plan.boundaries for each in (instead if other is boundary else (other,))]
-    return replace(plan, boundaries=tuple(boundaries))
-
-
-def _text(value) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(value)}]"
     return "{" + ", ".join(f"{axis}: {each}" for axis, each in value.items()) + "}"

@@ -73,6 +73,16 @@ def test_right_plans_give_the_numbers_of_one_device(family, sizes, sequence_para
     assert all(each.production and each.validation for each in report.parameters)
 
 
+@pytest.mark.parametrize("sizes", [{"expert": 2}, {"shard": 2, "expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_so_do_experts_that_are_dealt_out(family, sizes):
+    """Inside of them tokens of other ranks are seen, so that what goes in is not compared."""
+    with double_precision():
+        model = build(*FAMILIES[family])
+        report = check(model, planned(model, sizes))
+    assert report.ok, str(report)
+
+
 def test_models_that_compute_in_float32_inside_get_its_bound(llama):
     report = check(llama, planned(llama, MESHES["tensor"]))
     assert report.ok, str(report)

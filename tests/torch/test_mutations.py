@@ -7,6 +7,7 @@ import random
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import Iterator, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,15 +19,19 @@ from hyper_parallel.core import errors
 from hyper_parallel.core.equivalence.batch import Batch
 from hyper_parallel.core.equivalence.harness import against, highest_reference
 from hyper_parallel.core.equivalence.report import GradientReport
-from hyper_parallel.core.equivalence.steps import Setting
+from hyper_parallel.core.equivalence.steps import Reference, Setting
 from tests.torch.all_ranks import double_precision
-from tests.torch.mutations import Mutation, mutations
+from tests.torch.mutations import Breaker, Mutation
 from tests.torch.test_hugging_face import FAMILIES, build
 
 BROKEN = ("llama", "qwen3", "mixtral", "gpt2", "phi3", "deepseek_v3")
-PLANS = (({"tensor": 2}, True), ({"tensor": 2}, False), ({"shard": 2, "tensor": 2}, True))
-EACH = 3
-"""Mutations of each kind and family."""
+TENSOR = {"tensor": 2}
+BOTH = {"shard": 2, "tensor": 2}
+EXPERTS = {"expert": 2, "tensor": 2}
+EXPERT_MODELS = ("mixtral", "deepseek_v3")
+
+EACH = 2
+"""Mutations of each kind, for each family and axis. Along `shard`, where little can be wrong, it is one."""
 
 
 @dataclass(frozen=True)
@@ -68,47 +73,65 @@ def in_double_precision():
     torch.set_num_threads(threads)
 
 
+class Correct(NamedTuple):
+    """A correct plan of a family, what a step needs, and the numbers of one device."""
+
+    family: str
+    plan: hp.ShardingPlan
+    setting: Setting
+    reference: Reference
+    modules: tuple[str, ...]
+
+    def broken(self, axis: str, other: str) -> list[tuple[Correct, Mutation]]:
+        return [(self, each) for each in Breaker(self.plan, self.modules, axis, other).mutations()]
+
+
 @pytest.fixture(scope="module")
-def correct() -> dict[tuple, tuple]:
-    """By family and number of its plan: the plan, what a step needs, the numbers of one device, all mutations."""
-    found, torch_backend = {}, backends.load("torch")
-    for family in BROKEN:
-        model = build(*FAMILIES[family])
-        names = [name for name, _ in model.named_modules()]
-        tokens = np.random.default_rng(0).integers(1, 96, (2, 6))
-        batch = Batch(torch_backend, {"input_ids": tokens, "use_cache": False})
-        setting = Setting(lambda model=model: copy.deepcopy(model), batch)
-        for number, (sizes, sequence_parallel) in enumerate(PLANS):
-            overrides = {"sequence_parallel": sequence_parallel}
-            plan = hp.plan(model, hp.DeviceMesh.from_sizes(sizes), overrides)
-            reference = highest_reference(torch_backend, setting, plan)
-            found[family, number] = plan, setting, reference, list(mutations(plan, names))
-    return found
+def correct() -> dict[str, list[Correct]]:
+    """By family: over tensor with sequence parallelism and without, with shard, and with expert where it has any."""
+    return {family: [*plans_of(family)] for family in BROKEN}
+
+
+def plans_of(family: str) -> Iterator[Correct]:
+    backend, model = backends.load("torch"), build(*FAMILIES[family])
+    tokens = np.random.default_rng(0).integers(1, 96, (2, 6))
+    setting = Setting(lambda: copy.deepcopy(model), Batch(backend, {"input_ids": tokens, "use_cache": False}))
+    modules = tuple(name for name, _ in model.named_modules())
+    meshes = [(TENSOR, True), (TENSOR, False), (BOTH, True), *([(EXPERTS, True)] if family in EXPERT_MODELS else [])]
+    for sizes, sequence_parallel in meshes:
+        plan = hp.plan(model, hp.DeviceMesh.from_sizes(sizes), {"sequence_parallel": sequence_parallel})
+        yield Correct(family, plan, setting, highest_reference(backend, setting, plan), modules)
 
 
 @pytest.fixture(scope="module")
 def outcomes(correct) -> list[Outcome]:
-    """As many of each kind from every family, drawn from all of its plans."""
-    draw, found = random.Random(0), []
-    for family in BROKEN:
-        kinds = defaultdict(list)
-        for number in range(len(PLANS)):
-            for each in correct[family, number][-1]:
-                if number < 2 or each.kind == "another axis":
-                    kinds[each.kind].append((number, each))
-        for kind in sorted(kinds):
-            for number, mutation in draw.sample(kinds[kind], min(EACH, len(kinds[kind]))):
-                found.append(outcome(family, mutation, *correct[family, number][1:3]))
-    return found
+    """As many of each kind from every family and axis, drawn at random."""
+    draw = random.Random(0)
+    drawn = []
+    for first, second, on_both, *with_experts in correct.values():
+        exchanged = [(each, one) for each, one in on_both.broken("tensor", "shard") if one.kind == "another axis"]
+        over_tensor = [*first.broken("tensor", "shard"), *second.broken("tensor", "shard"), *exchanged]
+        drawn += sample(draw, over_tensor, EACH) + sample(draw, on_both.broken("shard", "tensor"), EACH // 2)
+        for each in with_experts:
+            drawn += sample(draw, each.broken("expert", "tensor"), EACH)
+    return [outcome(each, mutation) for each, mutation in drawn]
 
 
-def outcome(family: str, mutation: Mutation, setting: Setting, reference) -> Outcome:
-    report = against(backends.load("torch"), setting, mutation.plan, reference)
+def sample(draw: random.Random, broken: list[tuple[Correct, Mutation]], count: int) -> list[tuple[Correct, Mutation]]:
+    """`count` of each kind, or all where there are fewer."""
+    kinds = defaultdict(list)
+    for each, mutation in broken:
+        kinds[mutation.kind].append((each, mutation))
+    return [one for kind in sorted(kinds) for one in draw.sample(kinds[kind], min(count, len(kinds[kind])))]
+
+
+def outcome(each: Correct, mutation: Mutation) -> Outcome:
+    report = against(backends.load("torch"), each.setting, mutation.plan, each.reference)
     try:
         hp.ShardingPlan.from_dict(mutation.plan.to_dict())
     except hp.HyperParallelError as error:
-        return Outcome(family, mutation, f"{type(error).__name__}: {error}", report)
-    return Outcome(family, mutation, report.refused, report)
+        return Outcome(each.family, mutation, f"{type(error).__name__}: {error}", report)
+    return Outcome(each.family, mutation, report.refused, report)
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -126,9 +149,9 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def test_no_correct_plan_is_refused(correct):
-    for plan, setting, reference, _ in correct.values():
-        assert hp.ShardingPlan.from_dict(plan.to_dict()) == plan
-        report = against(backends.load("torch"), setting, plan, reference)
+    for each in (each for plans in correct.values() for each in plans):
+        assert hp.ShardingPlan.from_dict(each.plan.to_dict()) == each.plan
+        report = against(backends.load("torch"), each.setting, each.plan, each.reference)
         assert report.ok, str(report)
 
 

@@ -7,7 +7,7 @@ from typing import Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from hyper_parallel.core.equivalence.batch import Batch, data_ranks
-from hyper_parallel.core.equivalence.record import Key, crossed
+from hyper_parallel.core.equivalence.record import INPUT, Key, crossed
 from hyper_parallel.core.equivalence.steps import Followed, Raw, Step, sum_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard, StridedShard
@@ -74,13 +74,16 @@ def _put_together(
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """For each rank what is found, and expected, of what its modules see of a parameter.
 
-    An expert that lies on another rank gets the gradients of all samples there: no mean is taken along that axis."""
-    mesh, placements = plan.mesh, plan[name].placements
-    dealt = {axis: placements[axis] for axis in BATCH_AXES if axis != "shard" and axis in placements}
+    An expert that lies on another rank gets the gradients of all samples there: no mean is taken along that axis. What
+    an opaque region has not followed lies as the plan says, which is trusted there."""
+    mesh, planned = plan.mesh, plan[name]
+    placed = {axis: each for axis, each in planned.placements.items() if axis != "shard"}
+    dealt = [axis for axis in BATCH_AXES if axis in placed]
     averaged = [axis for axis in BATCH_AXES if axis in mesh.names and axis not in dealt]
+    trusted = [axis for axis in planned.pending if axis not in BATCH_AXES]
     for rank, own in raw.items():
-        summed = [axis for axis, (_, is_sum) in own.lies.items() if is_sum]
-        lies = dealt | {axis: placement for axis, (placement, _) in own.lies.items()}
+        summed = [axis for axis, (_, is_sum) in own.lies.items() if is_sum] if own.lies else trusted
+        lies = placed | {axis: placement for axis, (placement, _) in own.lies.items()}
         part = Layout(mesh, lies, whole.shape).shard(whole, rank)
         found = [raw[other].gradient for other in mesh.group_of(rank, [*averaged, *summed])]
         wrong = next((each for each in found if each is not None and each.shape != part.shape), None)
@@ -145,6 +148,7 @@ class Boundaries:
         self._steps = dict(zip(plan.mesh.ranks, steps))
         self._expected = expected
         self._planned = {each.module: each for each in plan.boundaries}
+        self._dealt = {each.boundary for each in plan.parameters if "expert" in each.placements}
         self._model_axes = tuple(axis for axis in plan.mesh.names if axis not in BATCH_AXES)
 
     def first_value(self, bound: float) -> Difference | None:
@@ -172,11 +176,11 @@ class Boundaries:
         return contracts[key.number] if key.number < len(contracts) else None
 
     def _error(self, key: Key, contract: Contract, what: str, least: float) -> Error | None:
-        """None where what one device saw can't be dealt out: rows that are no samples, as an expert's tokens are."""
+        """None where rows are no samples, as the tokens of an expert are: nothing tells which rank should have them."""
         whole = getattr(self._expected.seen[key], what)
         whole = np.zeros_like(self._expected.seen[key].value) if whole is None else whole
         parts = data_ranks(self._plan.mesh)
-        if parts > 1 and whole.shape[0] % self._batch.samples:
+        if parts > 1 and (whole.shape[0] % self._batch.samples or self._travels(key)):
             return None
         layout = contract.after if what == "value" else contract.gradient
         found = []
@@ -185,6 +189,10 @@ class Boundaries:
             part = self._part(own, contract, layout, rank)
             found.append((rank, self._summed(key, layout, what, rank, part.shape), part))
         return _worst(found, scale_of([whole]), least)
+
+    def _travels(self, key: Key) -> bool:
+        """Tell whether tokens have come from other ranks here: inside of experts that are dealt out."""
+        return key.side == INPUT and key.module in self._dealt
 
     def _own_rows(self, whole: np.ndarray, rank: int) -> np.ndarray:
         rows, each = self._batch.rows(self._plan.mesh, rank), whole.shape[0] // self._batch.samples
