@@ -225,3 +225,32 @@ def test_a_batch_that_can_not_be_is_refused(llama, values, told):
 def test_a_bound_that_can_not_be_is_refused(llama):
     with pytest.raises(hp.ConfigError, match="tolerance is 0; write a number above 0"):
         check(llama, planned(llama, MESHES["both"]), tolerance=0)
+
+
+class Narrow(torch.nn.Module):
+    """A model whose kernels lack float64, with a parameter in half precision."""
+
+    def __init__(self, shift: torch.dtype):
+        super().__init__()
+        self.table = torch.nn.Embedding(96, 8)
+        self.shift = torch.nn.Parameter(torch.ones(8, dtype=shift))
+        self.register_buffer("scale", torch.ones(1).expand(8))
+        self.head = torch.nn.Linear(8, 96)
+
+    def forward(self, input_ids):
+        hidden = self.table(input_ids)
+        if hidden.dtype == torch.float64:
+            raise RuntimeError("not implemented for 'Double'")
+        return self.head(hidden * self.scale + self.shift)
+
+
+@pytest.mark.parametrize(
+    ("shift", "bound", "why"),
+    [(torch.float32, 1e-5, "computed in float32"), (torch.bfloat16, 5e-2, "computed in bfloat16")],
+)
+def test_what_does_not_run_in_float64_runs_as_it_is_made(shift, bound, why):
+    model = Narrow(shift)
+    values = {"input_ids": batch()["input_ids"]}
+    report = check(model, hp.plan(model, hp.DeviceMesh.from_sizes({"shard": 2})), values)
+    assert report.ok, str(report)
+    assert (report.dtype, report.bound, report.why) == ("float32", bound, why)

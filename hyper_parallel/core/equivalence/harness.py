@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -11,13 +11,14 @@ from hyper_parallel.core.equivalence.batch import Batch, LossFunction
 from hyper_parallel.core.equivalence.compare import Boundaries, production_errors, scale_of, validation_errors
 from hyper_parallel.core.equivalence.report import GradientReport, ParameterErrors
 from hyper_parallel.core.equivalence.steps import (
+    Followed,
     Reference,
     Setting,
-    in_dtype,
     in_production,
     in_validation,
     made,
     one_device,
+    planned_for,
 )
 from hyper_parallel.core.errors import ConfigError, HyperParallelError
 from hyper_parallel.core.execution.inprocess import InProcessWorld
@@ -85,15 +86,14 @@ def against(
     backend: Backend, setting: Setting, plan: ShardingPlan, reference: Reference, tolerance: float | None = None
 ) -> GradientReport:
     """Hold a plan against a reference that is there already."""
-    plan = in_dtype(plan, reference.dtype)
+    plan = planned_for(plan, reference)
     production = _run(backend, setting, plan, reference, in_production)
     validation, skipped = Outcome(None), ""
     if backend.interception is None:
         skipped = f"not offered on {backend.name}"
     else:
         validation = _run(backend, setting, plan, reference, in_validation)
-    dtypes = frozenset().union(*(each.dtypes for each in validation.steps or ()))
-    bound, why = _bound(reference.dtype, dtypes)
+    bound, why = _bound(reference, validation.steps or ())
     if tolerance is not None:
         bound, why = tolerance, "as asked for"
     parameters = _parameters(plan, production, validation, reference)
@@ -150,13 +150,19 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _bound(dtype: str, dtypes: frozenset[str]) -> tuple[float, str]:
-    narrow = [each for each in dtypes | {dtype} if each not in BOUNDS]
+def _bound(reference: Reference, steps: Sequence[Followed]) -> tuple[float, str]:
+    """What numbers may be off, and why that much."""
+    seen = [each.dtypes for each in steps if each.dtypes is not None]
+    dtypes = reference.dtypes.union(*seen)
+    narrow = sorted(each for each in dtypes if each not in BOUNDS)
     if narrow:
         return HALF, f"computed in {narrow[0]}"
-    if dtype == "float64" and "float32" in dtypes:
-        return BOUNDS["float32"], "the model computes in float32 inside"
-    return BOUNDS[dtype], f"computed in {dtype}"
+    if "float32" in dtypes:
+        inside = "float32" not in reference.dtypes
+        return BOUNDS["float32"], "the model computes in float32 inside" if inside else "computed in float32"
+    if steps and not seen:
+        return BOUNDS["float32"], "no operator is followed here, so it may compute in float32 inside"
+    return BOUNDS["float64"], "computed in float64"
 
 
 def _losses(reference: Reference, production: Outcome, validation: Outcome) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Mapping, Sequence
 
@@ -43,21 +44,25 @@ class Raw:
 
 @dataclass(frozen=True)
 class Followed:
-    """A step in validation: the raw gradient of each parameter, and the dtypes in which operators took part."""
+    """A step in validation: the raw gradient of each parameter, and the dtypes in which operators took part; None where
+    nothing was followed, since every rank runs a model of its own."""
 
     loss: float
     raw: dict[str, Raw]
-    dtypes: frozenset[str]
+    dtypes: frozenset[str] | None
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The step on one device, the model's values, and the dtype in which it ran."""
+    """The step on one device, the model's values, and the dtype of its parameters, which was `asked` for, or is that of
+    most of them where they are as the model is made; `dtypes` are all of theirs."""
 
     step: Step
     values: dict[str, np.ndarray]
     buffers: dict[str, np.ndarray]
     dtype: str
+    dtypes: frozenset[str]
+    asked: bool
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ def one_device(
     if dtype is not None:
         backend.modules.convert(model, dtype)
     uses = backend.modules.parameter_uses(model)
-    ran_in = next(name for name in map(backend.tensors.dtype_name, (use.parameter for use in uses)) if "float" in name)
+    counted = Counter(backend.tensors.dtype_name(use.parameter) for use in uses)
+    dtypes = [name for name, _ in counted.most_common() if "float" in name]
+    ran_in = dtypes[0]
     values = {use.name: backend.tensors.to_numpy(use.parameter) for use in uses}
     buffers = {use.name: backend.tensors.to_numpy(use.buffer) for use in backend.modules.buffers(model)}
     recorder = Recorder(backend, model)
@@ -92,7 +99,9 @@ def one_device(
     loss_of = setting.loss_on(backend, 1, rows)
     parameters = _trainable(backend, model)
     loss, gradients = _value_and_gradients(backend, parameters, lambda: loss_of(model, values_of_batch))
-    return Reference(Step(loss, gradients, recorder.records), values, buffers, ran_in)
+    return Reference(
+        Step(loss, gradients, recorder.records), values, buffers, ran_in, frozenset(dtypes), dtype is not None
+    )
 
 
 def in_production(backend: Backend, model: Module, setting: Setting, plan: ShardingPlan, reference: Reference) -> Step:
@@ -115,7 +124,8 @@ def in_validation(
         for each in unit.parameters:
             _observe(backend, each, raw)
     loss, _ = _one_step(backend, model, setting, plan, reference)
-    return Followed(loss, raw, frozenset(execution_of(model).following.watch.dtypes))
+    watch = execution_of(model).following.watch
+    return Followed(loss, raw, frozenset(watch.dtypes) if watch.axes else None)
 
 
 def _one_step(
@@ -131,16 +141,22 @@ def _one_step(
 def made(backend: Backend, setting: Setting, reference: Reference) -> Module:
     """A model of its own with the values of the one device's."""
     model = setting.make()
-    backend.modules.convert(model, reference.dtype)
+    if reference.asked:
+        backend.modules.convert(model, reference.dtype)
     backend.modules.load_parameters(model, reference.values)
+    tensors = backend.tensors
     for use in backend.modules.buffers(model):
-        value = reference.buffers[use.name]
-        backend.tensors.copy_(use.buffer, backend.tensors.from_numpy(value, backend.tensors.dtype_name(use.buffer)))
+        if not tensors.repeats_elements(use.buffer):  # such as positions, which `model_fn` makes anew
+            dtype = tensors.dtype_name(use.buffer)
+            tensors.copy_(use.buffer, tensors.from_numpy(reference.buffers[use.name], dtype))
     return model
 
 
-def in_dtype(plan: ShardingPlan, dtype: str) -> ShardingPlan:
-    """The same plan for a model whose numbers have another dtype."""
+def planned_for(plan: ShardingPlan, reference: Reference) -> ShardingPlan:
+    """The same plan for the model in the dtype of the reference."""
+    if not reference.asked:
+        return plan
+    dtype = reference.dtype
     parameters = (replace(each, dtype=dtype) if "float" in each.dtype else each for each in plan.parameters)
     return replace(plan, parameters=tuple(parameters))
 
