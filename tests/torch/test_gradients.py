@@ -102,6 +102,12 @@ def test_the_loss_and_the_gradients_on_one_device_are_the_models_own(llama):
     assert {each.name: each.largest for each in report.parameters} == pytest.approx(largest)
 
 
+def test_a_mesh_of_one_rank_is_the_model(llama):
+    with double_precision():
+        report = check(llama, planned(llama, {"shard": 1}))
+    assert report.ok and report.worst.worst == 0.0, str(report)
+
+
 def test_labels_that_count_nothing_may_lie_unevenly(llama):
     values = batch()
     values["labels"] = values["input_ids"].copy()

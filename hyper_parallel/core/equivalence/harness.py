@@ -75,11 +75,15 @@ def check_ranks(backend: Backend, plan: ShardingPlan) -> None:
             f"check_gradients: {joined} ranks have joined and the mesh {plan.mesh} has {plan.mesh.size}; start as "
             "many, or one process alone, in which all of them run"
         )
-    if joined < plan.mesh.size and not backend.autograd.runs_in_threads():
+    if not _have_joined(backend, plan) and not backend.autograd.runs_in_threads():
         raise ConfigError(
             f"check_gradients: {backend.name} does not run several ranks in one process; start {plan.mesh.size} "
             "processes with a launcher, and call hyper_parallel.initialize() in each"
         )
+
+
+def _have_joined(backend: Backend, plan: ShardingPlan) -> bool:
+    return backend.collectives.is_initialized() and backend.collectives.world_size() == plan.mesh.size
 
 
 def against(
@@ -88,11 +92,7 @@ def against(
     """Hold a plan against a reference that is there already."""
     plan = planned_for(plan, reference)
     production = _run(backend, setting, plan, reference, in_production)
-    validation, skipped = Outcome(None), ""
-    if backend.interception is None:
-        skipped = f"not offered on {backend.name}"
-    else:
-        validation = _run(backend, setting, plan, reference, in_validation)
+    validation = _run(backend, setting, plan, reference, in_validation)
     bound, why = _bound(reference, validation.steps or ())
     if tolerance is not None:
         bound, why = tolerance, "as asked for"
@@ -113,7 +113,6 @@ def against(
         first_gradient=first_gradient,
         refused=validation.problem,
         failed=production.problem,
-        skipped=skipped,
     )
 
 
@@ -125,7 +124,7 @@ def _run(
     def body(own: Backend, model: Module) -> Any:
         return step(own, model, setting, plan, reference)
 
-    if backend.collectives.world_size() == plan.mesh.size:
+    if _have_joined(backend, plan):
         return _on_joined(backend, body, made(backend, setting, reference))
     models = [made(backend, setting, reference) for _ in plan.mesh.ranks]
     world = InProcessWorld(backend, plan.mesh.size)

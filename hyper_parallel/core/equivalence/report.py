@@ -32,7 +32,7 @@ class GradientReport:
     `losses` are by "one device", "production" and "validation". `bound` is what relative errors may be, `why` says why
     it is that. `first_value` is the first boundary in the order of the forward whose value differs in production,
     `first_gradient` the first in the order of backward whose gradient does. `refused` is what validation said where it
-    stopped, `failed` what production said; "" where they ran. `skipped` says why validation did not run.
+    stopped, `failed` what production said; "" where they ran.
     """
 
     model_class: str
@@ -46,7 +46,6 @@ class GradientReport:
     first_gradient: Difference | None = None
     refused: str = ""
     failed: str = ""
-    skipped: str = ""
 
     @property
     def ok(self) -> bool:
@@ -91,8 +90,6 @@ class GradientReport:
             lines.append(f"production stopped: {self.failed}")
         if self.refused:
             lines.append(f"validation stopped: {self.refused}")
-        if self.skipped:
-            lines.append(f"validation: {self.skipped}")
         worst = self.worst
         if worst is not None:
             mode = "production" if worst.production and worst.production.relative == worst.worst else "validation"

@@ -207,8 +207,7 @@ def _value_and_gradients(
 ) -> tuple[float, dict[str, np.ndarray | None]]:
     value, found = backend.autograd.value_and_grad(function, list(parameters.values()))()
     gradients = (None if each is None else backend.tensors.to_numpy(each) for each in found)
-    plain = value if backend.interception is None else backend.interception.plain(value)
-    return float(backend.tensors.to_numpy(plain)), dict(zip(parameters, gradients))
+    return float(backend.tensors.to_numpy(backend.interception.plain(value))), dict(zip(parameters, gradients))
 
 
 def sum_of(arrays: Sequence[np.ndarray | None], shape: Sequence[int]) -> np.ndarray:
