@@ -6,10 +6,27 @@ from hyper_parallel.models.config import DecoderConfig
 
 
 def build(backend, config, weights):
-    """The backend's decoder with `config` (a dict of its fields) and `weights`."""
+    """The backend's decoder with `config` (a dict of its fields) and `weights`, and of their form: without norms of
+    heads if there are no weights for them, and with experts in its layers if there are some."""
     decoder = importlib.import_module(f"hyper_parallel.models.{backend.name}_decoder").Decoder(DecoderConfig(**config))
+    form = {name.removeprefix("model.layers.0.") for name in weights}
+    for layer in decoder.model.layers:
+        if "self_attn.q_norm.weight" not in form:
+            nothing = importlib.import_module(backend.name).nn.Identity
+            layer.self_attn.q_norm, layer.self_attn.k_norm = nothing(), nothing()
+        if "mlp.gate.weight" in form:
+            experts = importlib.import_module(f"tests.equivalence.moe_{backend.name}")
+            layer.mlp = experts.MoE(experts_of(weights, normalised="self_attn.q_norm.weight" not in form))
     backend.modules.load_parameters(decoder, weights)
     return decoder
+
+
+def experts_of(weights, normalised):
+    """The sizes of a layer's experts; `normalised` makes the weights of a token's experts add up to one, as Mixtral
+    does and Qwen3 by default does not."""
+    experts, hidden, inner = weights["model.layers.0.mlp.experts.down_proj"].shape
+    sizes = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": inner}
+    return sizes | {"norm_topk_prob": normalised}
 
 
 def parameters(backend, config, weights):

@@ -32,9 +32,11 @@ class Router(nn.Cell):
     def __init__(self, config):
         super().__init__()
         self.weight = _zeros(config["num_experts"], config["hidden_size"])
+        self.normalised = config.get("norm_topk_prob", False)
 
     def construct(self, tokens):
-        return ops.topk(mint.softmax(linear(tokens, self.weight), -1), 2)
+        weights, chosen = ops.topk(mint.softmax(linear(tokens, self.weight), -1), 2)
+        return (weights / weights.sum(-1, keepdims=True) if self.normalised else weights), chosen
 
 
 class MoE(nn.Cell):

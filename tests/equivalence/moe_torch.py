@@ -25,9 +25,11 @@ class Router(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(config["num_experts"], config["hidden_size"]))
+        self.normalised = config.get("norm_topk_prob", False)
 
     def forward(self, tokens):
-        return torch.topk(torch.softmax(F.linear(tokens, self.weight), -1), 2, -1)
+        weights, chosen = torch.topk(torch.softmax(F.linear(tokens, self.weight), -1), 2, -1)
+        return (weights / weights.sum(-1, keepdim=True) if self.normalised else weights), chosen
 
 
 class MoE(nn.Module):
