@@ -246,7 +246,10 @@ def fully_shard(
 
 
 def restore(model: Module) -> Module:
-    """Undo `parallelize` and `fully_shard` below `model`: whole parameters, no hooks. Called by every rank."""
+    """Undo `parallelize` and `fully_shard` below `model`: whole parameters, no hooks, no gradients.
+
+    Called by every rank.
+    """
     restore_model(backends.of_model(model), model)
     return model
 

@@ -295,15 +295,20 @@ class Autograd(Protocol):
         tensor: Tensor,
         forward: Callable[[Tensor], tuple[Tensor, Any]],
         backward: Callable[[Tensor, Any], Tensor],
+        name: str = "",
     ) -> Tensor:
         """The result of `forward(tensor)`, recorded as one operation when `tensor` takes part in autograd.
 
         `forward` runs without recording and returns the result (any shape, over any memory but that of an input that
         it changes) and what it keeps for backward. `backward(gradient, kept)` runs without recording, once for each
-        backward, and returns the gradient of `tensor`, of its shape. Where nothing is recorded, nothing is kept."""
+        backward, and returns the gradient of `tensor`, of its shape. Where nothing is recorded, nothing is kept. `name`
+        is what the framework's own errors call the operation, as when its result is changed in place."""
 
     def deliver(self, parameter: Parameter, gradient: Tensor) -> None:
         """Hand a finished gradient to the parameter where the engine has not done so already (accumulating)."""
+
+    def forget_gradient(self, parameter: Parameter) -> None:
+        """Drop the gradient that a parameter holds, where the framework keeps it there."""
 
     def on_gradient(self, tensor: Tensor, callback: Callable[[], None]) -> None:
         """Call back in backward when the gradient of a recorded `tensor` is complete, before it flows further."""

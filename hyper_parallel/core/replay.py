@@ -30,8 +30,9 @@ class Redistribution:
         self._forward = _Stages(backend, self.program.forward)
         self._backward = _Stages(backend, self.program.backward)
 
-    def __call__(self, local: Tensor) -> Tensor:
-        """The local tensor of the target, recorded for backward. `local` itself where nothing has to be done.
+    def __call__(self, local: Tensor, name: str = "") -> Tensor:
+        """The local tensor of the target, recorded for backward under a name. `local` itself where nothing has to be
+        done.
 
         Raises:
             LayoutError: `local` is not of the source's local shape, or of a dtype that has no average.
@@ -39,7 +40,7 @@ class Redistribution:
         self._check(local)
         if self._is_same and not self.program.backward:
             return local
-        return self._backend.autograd.differentiable(local, self._run_forward, self._run_backward)
+        return self._backend.autograd.differentiable(local, self._run_forward, self._run_backward, name)
 
     def run(self, local: Tensor, out: Tensor | None = None) -> Tensor:
         """The local tensor of the target, without autograd history.

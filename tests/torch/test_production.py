@@ -110,8 +110,18 @@ def test_the_padding_token_gets_no_gradient():
     on_all_ranks(model, plan, body)
 
 
-def test_a_model_that_computes_its_own_loss_gets_that_of_the_whole_vocabulary():
-    model = build(*FAMILIES["llama with tied embeddings"])
+@pytest.mark.parametrize(
+    "family, loss_type",
+    [
+        ("llama with tied embeddings", "ForCausalLM"),
+        ("llama", "ForConditionalGeneration"),
+        ("gpt2", None),
+        ("openai-gpt", None),
+    ],
+)
+def test_a_model_that_computes_its_own_loss_gets_that_of_the_whole_vocabulary(family, loss_type):
+    model = build(*(FAMILIES | OTHERS)[family])
+    model.loss_type = loss_type
     ids, labels = tokens(2, 8), tokens(2, 8)
     labels[0, :3] = -100
     for more in ({}, {"num_items_in_batch": 7}):

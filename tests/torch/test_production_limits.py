@@ -58,6 +58,7 @@ def test_restore_gives_back_the_very_model(family, sizes):
         restore(backend, own)
         assert execution_of(own) is None and seen(own) == before
         for name, parameter in own.named_parameters():
+            assert parameter.grad is None, name
             assert torch.equal(parameter, dict(model.named_parameters())[name]), name
             assert units.layout_of(parameter) is None
         assert torch.equal(own(input_ids=ids).logits, expected)
@@ -264,3 +265,19 @@ def test_modules_see_plain_tensors():
 
     for kinds in on_all_ranks(model, plan, body):
         assert kinds <= {torch.Tensor, nn.Parameter}
+
+
+def test_a_module_that_changes_its_input_in_place_is_told_by_name():
+    model = build(*FAMILIES["llama"])
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes({"tensor": 2}), {"sequence_parallel": False})
+
+    def body(backend, own):
+        mlp = own.model.layers[0].mlp
+        inner = mlp.forward
+        mlp.forward = lambda hidden: inner(hidden.mul_(2))  # whoever calls it still holds the hidden states
+        with pytest.raises(
+            RuntimeError, match=r"the input 'hidden' of model\.layers\.0\.mlp is a view .* modified inplace"
+        ):
+            own(input_ids=tokens(2, 8))
+
+    on_all_ranks(model, plan, body)

@@ -16,7 +16,7 @@ from hyper_parallel.core.execution.apply import execution_of, restore
 from hyper_parallel.core.execution.inprocess import InProcessWorld
 from hyper_parallel.core.validation.agreement import Agreement
 from tests.torch.test_hugging_face import FAMILIES, build
-from tests.torch.validated import loss_of, on_all_ranks, planned
+from tests.torch.validated import differs_from, loss_of, on_all_ranks, planned, step
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
 IDS = torch.arange(1, 17).reshape(2, 8)
@@ -141,6 +141,15 @@ def test_an_opaque_region_runs_on_plain_tensors_and_comes_out_as_it_says():
     found, expected = (on_all_ranks(model, each, body) for each in (opaque, plan))
     assert all(torch.equal(one, other) for a, b in zip(found, expected) for one, other in zip(a, b))
     assert all(kind is torch.Tensor for kinds in seen[:2] for kind in kinds)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("match", ["model.layers.*", "model.layers.*.self_attn"])
+def test_biases_of_an_opaque_region_are_added_inside_or_to_what_comes_out(match, sequence_parallel):
+    model = build(*FAMILIES["llama with biases"])
+    overrides = {"sequence_parallel": sequence_parallel, "regions": [{"match": match, "kind": "opaque"}]}
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes({"tensor": 2}), overrides)
+    assert differs_from(model, plan, IDS, step(model, plan, IDS)) == ""
 
 
 def test_a_mode_that_is_none_is_refused():

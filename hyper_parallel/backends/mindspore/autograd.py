@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any, Callable, ContextManager, Sequence
 
 import mindspore as ms
@@ -98,6 +99,12 @@ class _Differentiable(_Function):
         return passed, None, None
 
 
+@cache
+def _named(name: str) -> type[_Differentiable]:
+    """The function under a name, which the engine's errors and profiles call it by."""
+    return type(name, (_Differentiable,), {}) if name else _Differentiable
+
+
 class _Once(_Function):
     """A gradient whose own gradient nobody knows: better an error than a wrong number."""
 
@@ -114,17 +121,22 @@ def differentiable(
     tensor: Tensor,
     forward: Callable[[Tensor], tuple[Tensor, Any]],
     backward: Callable[[Tensor, Any], Tensor],
+    name: str = "",
 ) -> Tensor:
     """See `core.backend.Autograd`. What `forward` keeps lives as long as the graph; it must not hold the result itself,
     which would keep the graph alive."""
     if grad_enabled() and tensor._requires_grad:
-        return _Differentiable.apply(tensor, forward, backward)
+        return _named(name).apply(tensor, forward, backward)
     with ms._no_grad():
         return forward(tensor)[0]
 
 
 def deliver(parameter: Parameter, gradient: Tensor) -> None:
     """See `core.backend.Autograd`. The engine returns the very tensors that `_Attach.backward` gave it."""
+
+
+def forget_gradient(parameter: Parameter) -> None:
+    """See `core.backend.Autograd`. The engine returns gradients; parameters hold none."""
 
 
 def on_gradient(tensor: Tensor, callback: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any, Callable, ContextManager, Sequence
 
 import torch
@@ -93,6 +94,12 @@ class _Differentiable(torch.autograd.Function):
         return passed, None, None
 
 
+@cache
+def _named(name: str) -> type[_Differentiable]:
+    """The function under a name, which the engine's errors and profiles call it by."""
+    return type(name, (_Differentiable,), {}) if name else _Differentiable
+
+
 def _refuse_forward_mode(tensor: Tensor) -> None:
     """A tangent would get lost on the way, since transitions run without recording."""
     if forward_ad.unpack_dual(tensor).tangent is not None:
@@ -115,12 +122,13 @@ def differentiable(
     tensor: Tensor,
     forward: Callable[[Tensor], tuple[Tensor, Any]],
     backward: Callable[[Tensor, Any], Tensor],
+    name: str = "",
 ) -> Tensor:
     """See `core.backend.Autograd`. What `forward` keeps lives as long as the graph; it must not hold the result itself,
     which would keep the graph alive."""
     _refuse_forward_mode(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _Differentiable.apply(tensor, forward, backward)
+        return _named(name).apply(tensor, forward, backward)
     with torch.no_grad():
         return forward(tensor)[0]
 
@@ -133,6 +141,11 @@ def deliver(parameter: Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
     for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
         hook(parameter)
+
+
+def forget_gradient(parameter: Parameter) -> None:
+    """See `core.backend.Autograd`."""
+    parameter.grad = None
 
 
 def on_gradient(tensor: Tensor, callback: Callable[[], None]) -> None:

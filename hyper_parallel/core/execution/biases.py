@@ -43,7 +43,7 @@ def _add_once(facts: Facts, found: Adaptations, parameter: ParameterPlan) -> Non
                 found.show_instead(use.owner, use.attribute, _zeros(facts, parameter))
         return
     for use in facts.uses[parameter.name]:
-        boundary = _boundary_of(facts, use, parameter.boundary)
+        boundary = boundary_that_adds(facts, use, parameter)
         if boundary is None:
             found.problems.append(
                 f"{use.name} is added to what every tensor rank has a part of, and the sum is taken further outside, "
@@ -57,14 +57,14 @@ def _add_once(facts: Facts, found: Adaptations, parameter: ParameterPlan) -> Non
 
 def _is_in_one_summand(facts: Facts, parameter: ParameterPlan) -> bool:
     """Tell whether a boundary further outside makes the sum, and the plan has one rank make all of the gradient."""
-    beyond = all(_boundary_of(facts, use, parameter.boundary) is None for use in facts.uses[parameter.name])
+    beyond = all(boundary_that_adds(facts, use, parameter) is None for use in facts.uses[parameter.name])
     return beyond and "tensor" in parameter.pending
 
 
-def _boundary_of(facts: Facts, use: ParameterUse, module: str) -> str | None:
+def boundary_that_adds(facts: Facts, use: ParameterUse, parameter: ParameterPlan) -> str | None:
     """The boundary whose output is the sum: that of the linear itself where it has one, else that of its module."""
     linear = use.name.rpartition(".")[0]
-    for name in (linear, module):
+    for name in (linear, parameter.boundary):
         boundary = facts.boundaries.get(name)
         if boundary is not None and is_in(use.name, name) and boundary.outputs:
             contract = boundary.outputs[0]

@@ -6,15 +6,16 @@ from typing import Any
 
 from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.execution.adaptations import Adaptations
-from hyper_parallel.core.execution.facts import Facts, is_cut
+from hyper_parallel.core.execution.facts import Facts, is_cut, is_in
 from hyper_parallel.core.execution.loss import planned_cross_entropy
 from hyper_parallel.core.placement import Shard
-from hyper_parallel.core.plan.contracts import FEATURES
+from hyper_parallel.core.plan.contracts import FEATURES, BoundaryPlan
 from hyper_parallel.core.plan.model_json import config_of
 from hyper_parallel.core.plan.plan import ShardingPlan
 
-KIND = "ForCausalLM"
-"""What a model's `loss_type` says when its loss is the cross entropy of each next token."""
+KINDS = ("ForCausalLM", "ForConditionalGeneration", None)
+"""What a model's `loss_type` says when its loss is the cross entropy of each next token. None is that of models whose
+class is named after no loss (GPT2LMHeadModel): they take this one."""
 
 BALANCE = "output_router_logits"
 """The configuration's key that adds a loss on the routers' scores."""
@@ -52,10 +53,11 @@ def find_losses(facts: Facts, found: Adaptations) -> None:
     A loss on routers' scores is refused beside cut experts: every tensor rank has all scores, and a part of the
     gradient of what they are used for, so that a gradient which is whole already would count once for each rank.
     """
-    heads = [each for each in facts.plan.boundaries if each.kind == "head"]
-    parts = any(Shard(FEATURES) in each.outputs[0].after.values() for each in heads)
-    for module in facts.modules.values() if parts else ():
-        if vars(module).get("loss_type") == KIND and "_loss_function" not in vars(module):
+    heads = [each.module for each in facts.plan.boundaries if each.kind == "head" and _is_cut(each)]
+    for name, module in facts.modules.items():
+        attributes = vars(module)
+        computes = attributes.get("loss_type", "") in KINDS and "_loss_function" not in attributes
+        if computes and any(is_in(head, name) for head in heads):
             found.show(module, "_loss_function", CausalLoss(facts.backend, facts.plan))
     cut = any(is_cut(each) and each.role.startswith("expert") for each in facts.plan.parameters)
     if cut and config_of(facts.model).get(BALANCE):
@@ -63,3 +65,8 @@ def find_losses(facts: Facts, found: Adaptations) -> None:
             f"the configuration has {BALANCE}=true, whose balance loss would count {facts.ranks} times where tensor "
             "cuts the experts; set it to false"
         )
+
+
+def _is_cut(head: BoundaryPlan) -> bool:
+    """Tell whether a rank has logits of a part of the vocabulary."""
+    return Shard(FEATURES) in head.outputs[0].after.values()

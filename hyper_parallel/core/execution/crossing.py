@@ -80,7 +80,7 @@ class Crossing:
         run = self._compiled.get((shape, tokens))
         if run is None:
             run = self._compiled[shape, tokens] = self._compile(shape, tokens)
-        return run(local)
+        return run(local, self._where)
 
     def _tokens_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Samples, and tokens of each, of the whole that a local tensor is a part of."""

@@ -83,11 +83,13 @@ def cut(backend: Backend, uses: Sequence[ParameterUse], layout: Layout) -> list[
 
 
 def restore(backend: Backend, model: Module) -> None:
-    """Undo `fully_shard` on a module and below: whole parameters, no hooks. Called by every rank."""
+    """Undo `fully_shard` on a module and below: whole parameters, no hooks, and no gradients, of which a rank has a
+    part. Called by every rank."""
     for unit in list(units_of(backend, model)):
         unit.detach()
         for sharded in unit.parameters:
             _layouts.pop(sharded.parameter)
+            backend.autograd.forget_gradient(sharded.parameter)
             if _is_split(sharded.layout):
                 backend.modules.replace_parameter(sharded.uses, _whole(backend, sharded))
 

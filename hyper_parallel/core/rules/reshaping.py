@@ -127,8 +127,9 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
     """One of the places where the cut can stand; they differ only where dims have one element for each block.
 
     With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
-    order: dims up to the cut one that stay as they are keep the cut; a -1 stands for the one head; a unit tells;
-    features, the last dim, are what is split into heads; what was merged is split again; blocks stay where they were.
+    order: dims up to the cut one that stay as they are keep the cut; a -1 stands for the one head; heads that a rank's
+    one key head groups stay heads, whatever tokens are merged with the group; a unit tells; features, the last dim,
+    are what is split into heads; what was merged is split again; blocks stay where they were.
     """
     dim, blocks, unit = x.state.cut, x.state.blocks, x.state.unit
     old = prod(x.shape[dim + 1 :])
@@ -137,6 +138,7 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
     preferences = (
         [each for each in places if each == (dim, blocks) and _stays(x, shape, hole)],
         [each for each in places if each == (hole, blocks) and shape[hole] == blocks],
+        [each for each in plain if each == (1, blocks) and _groups_heads(x, shape)],
         [each for each in plain if unit > 1 and after[each] == unit * old],
         plain if dim == x.dims - 1 > 0 else [],
         [each for each in plain if after[each] == old],
@@ -144,6 +146,11 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
         plain,
     )
     return next(found for found in preferences if found)[0]
+
+
+def _groups_heads(x: Operand, shape: Shape) -> bool:
+    """Tell whether heads [samples, heads, tokens, features] become [samples, 1, heads * tokens, features]."""
+    return x.state.cut == 1 and x.dims == 4 and tuple(shape) == (x.shape[0], 1, prod(x.shape[1:3]), x.shape[3])
 
 
 def _stays(x: Operand, shape: Shape, hole: int | None) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping
 
-from hyper_parallel.core.backend import HookHandle, Module, Tensor
+from hyper_parallel.core.backend import HookHandle, Module, ParameterUse, Tensor
 from hyper_parallel.core.execution.adaptations import Adaptations
+from hyper_parallel.core.execution.biases import boundary_that_adds
 from hyper_parallel.core.execution.boundary import Boundary
 from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
 from hyper_parallel.core.execution.facts import Facts, is_in
@@ -57,9 +58,8 @@ class Following:
 
     def shown(self, parameter: ParameterPlan) -> Callable[[Tensor], Tensor]:
         """What modules are shown of a parameter, for the plain tensor of its local part."""
-        uses = self._facts.uses[parameter.name]
-        by_modules = all(self._adaptations.place(use.owner, use.attribute) is vars(use.owner) for use in uses)
-        if not self.watch.axes or (by_modules and self._is_in_opaque(parameter.name)):
+        inside = all(self._is_used_in_opaque(parameter, use) for use in self._facts.uses[parameter.name])
+        if not self.watch.axes or (inside and self._is_in_opaque(parameter.name)):
             return _unchanged  # without an axis along which ranks share a model there is nothing to follow
         states, line = self._states[parameter.name], line_of(parameter)
 
@@ -143,6 +143,14 @@ class Following:
             return crossing or _unchanged
         vouched = side == "output" and planned.region == "opaque"
         return CheckedCrossing(self.watch, contract, crossing, rows, self._agreement, planned.module, side, vouched)
+
+    def _is_used_in_opaque(self, parameter: ParameterPlan, use: ParameterUse) -> bool:
+        """Tell whether what uses a parameter of an opaque region stands in it: its module's own code does; the boundary
+        that adds a bias in its place may be that of the region itself, and adds it to what comes out."""
+        if self._adaptations.place(use.owner, use.attribute) is vars(use.owner):
+            return True
+        boundary = boundary_that_adds(self._facts, use, parameter)
+        return boundary is not None and self._is_inside_opaque(boundary)
 
     def _is_in_opaque(self, name: str) -> bool:
         """Tell whether something is an opaque region, or stands in one."""

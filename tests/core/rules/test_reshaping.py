@@ -37,6 +37,10 @@ CARRIED = {
     "one head split from samples": ((B, S, S), cut(0, B), (B, 1, S, S), cut(1)),
     "keys repeated": ((B, 2, 3, S, D), cut(1), (B, 6, S, D), cut(1)),
     "one key repeated": ((B, 1, 3, S, D), cut(1), (B, 3, S, D), cut(1)),
+    "heads grouped by one key": ((B, 2, S, D), cut(1), (B, 1, -1, D), cut(1)),
+    "heads grouped by one key, one token": ((B, 2, 1, D), cut(1), (B, 1, -1, D), cut(1)),
+    "heads grouped by one key, one token, by number": ((B, 2, 1, D), cut(1), (B, 1, 2, D), cut(1)),
+    "heads of one sample grouped by one key, one token": ((1, 2, 1, D), cut(1), (1, 1, -1, D), cut(1)),
     # Dims of one element, and parts of a sum.
     "a dim put in": ((B, S, D), cut(1), (B, 1, S, D), cut(2)),
     "a dim taken away": ((B, 1, S, D), cut(2), (B, S, D), cut(1)),
