@@ -162,13 +162,13 @@ def planned_for(plan: ShardingPlan, reference: Reference) -> ShardingPlan:
 
 
 def _observe(backend: Backend, parameter: ShardedParameter, raw: dict[str, Raw]) -> None:
-    """Write the gradient down that reaches what modules see of a parameter."""
+    """Write the gradient down that reaches a parameter from what modules see of it."""
     name, show = parameter.uses[0].name, parameter.shown
     interception = backend.interception
 
     def shown(tensor: Tensor) -> Tensor:
-        tensor = tensor if show is None else show(tensor)
-        lies = _lies(interception.track_of(tensor))
+        seen = tensor if show is None else show(tensor)
+        lies = _lies(interception.track_of(seen))
         raw.setdefault(name, Raw(None, lies))
         if backend.autograd.takes_part(tensor):
 
@@ -177,7 +177,7 @@ def _observe(backend: Backend, parameter: ShardedParameter, raw: dict[str, Raw])
                     raw[name] = Raw(backend.tensors.to_numpy(gradient), lies)
 
             interception.watch_gradient(tensor, returned)
-        return tensor
+        return seen
 
     parameter.shown = shown
 

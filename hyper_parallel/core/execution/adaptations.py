@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from hyper_parallel.core.backend import Module
+from hyper_parallel.core.backend import Module, Tensor
 from hyper_parallel.core.execution.boundary import Change, ChangeArguments, Region
 
 _ABSENT = object()
@@ -21,37 +21,22 @@ class Adaptations:
     """Everything around modules that is no contract's.
 
     Changes are by the name of a module: `arguments` come before the contract's transition, `results` after the module
-    and before it, `handed_on` after it; `regions` stand closest to the module. `shares` are parameters that the first
-    tensor rank's modules see, and others see as zeros. `problems` say why the plan can't be run on this model.
+    and before it, `handed_on` after it; `regions` stand closest to the module. `shares` say of a parameter that one
+    tensor rank adds what this rank's modules see of it. `problems` say why the plan can't be run on this model.
     """
 
     arguments: dict[str, list[ChangeArguments]] = field(default_factory=dict)
     results: dict[str, list[Change]] = field(default_factory=dict)
     handed_on: dict[str, list[Change]] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
-    shares: set[str] = field(default_factory=set)
+    shares: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _shown: list[tuple[Module, str, Any]] = field(default_factory=list)
-    _places: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     _before: list[tuple[dict, str, Any]] = field(default_factory=list)
 
     def show(self, module: Module, attribute: str, value: Any) -> None:
         """Let a module's code find `value` under an attribute, in its instance dictionary."""
         self._shown.append((module, attribute, value))
-
-    def show_instead(self, module: Module, attribute: str, value: Any) -> dict[str, Any]:
-        """The same for a parameter. The dictionary returned holds the parameter's full tensor, under `attribute`, while
-        its unit is gathered."""
-        self.show(module, attribute, value)
-        return self._places.setdefault((id(module), attribute), {})
-
-    def place(self, module: Module, attribute: str) -> dict[str, Any]:
-        """The dictionary in which a unit shows the full tensor of a parameter."""
-        return self._places.get((id(module), attribute), vars(module))
-
-    def change_shown(self, change: Callable[[Module, Any], Any]) -> None:
-        """Let every module find what `change(module, value)` makes of each value that it would be shown."""
-        self._shown = [(module, attribute, change(module, value)) for module, attribute, value in self._shown]
 
     def apply(self) -> None:
         """Let modules find what they are told."""

@@ -115,7 +115,6 @@ def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | No
     held = {each.name: _holding(facts, adaptations, each) for each in plan.parameters}
     if following is not None:
         held = {each.name: replace(held[each.name], shown=following.shown(each)) for each in plan.parameters}
-        adaptations.change_shown(following.instead)
     adaptations.apply()
     boundaries = boundaries_of(facts, adaptations) if following is None else following.boundaries()
     hooks = [boundary.attach() for boundary in boundaries]
@@ -136,9 +135,10 @@ def _holding(facts: Facts, adaptations: Adaptations, parameter: ParameterPlan) -
         uses = build.cut(backend, uses, layout)
     placement = parameter.placements.get("shard")
     spec = build.spec_of(backend, uses[0], placement and Shard(placement.dim), mesh)
-    places = [adaptations.place(use.owner, use.attribute) for use in uses]
+    places = [vars(use.owner) for use in uses]
     pending = tuple(axis for axis in parameter.pending if axis in MODEL_AXES)
-    return Holding(uses, spec, facts.plan.layout(parameter.name), places, pending)
+    share = adaptations.shares.get(parameter.name)
+    return Holding(uses, spec, facts.plan.layout(parameter.name), places, pending, share)
 
 
 def boundaries_of(facts: Facts, adaptations: Adaptations) -> list[Boundary]:

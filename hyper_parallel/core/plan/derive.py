@@ -114,7 +114,7 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     for each in groups:
         for name in each.parameters:
             placed, scope = members[name].placed, scope_of[each.module]
-            placed = settled(placed, roles.assignments[name], scope.cut, bool(scope.block))
+            placed = settled(placed, roles.assignments[name], scope.cut)
             members[name] = replace(members[name], placed=placed)
     places = whole_places(model, roles, acting_kinds(kinds, scope_of))
     settle_whole(members, places, scope_of, blocks)

@@ -20,7 +20,7 @@ _TENSOR = {
     "output": "tensor cuts the output features",
     "heads": "tensor deals out whole heads",
     "gathered": "tensor cuts the output features, and every rank gets all that the ranks give",
-    "input": "tensor cuts the input features; what has none, as a bias, is added once, after the sum",
+    "input": "tensor cuts the input features; what has none, as a bias, is added once",
     "whole": "tensor leaves it whole",
 }
 """The sentence of the template for each way in which the axis treats a role."""

@@ -246,7 +246,7 @@ def _partners(draft: Draft) -> Iterator[Finding]:
 
 
 def _is_featured(member: Member) -> bool:
-    """Works on features, heads or a vocabulary that `tensor` cuts; not so a bias that is added after a reduction."""
+    """Works on features, heads or a vocabulary that `tensor` cuts; not so a bias that one rank adds."""
     return member.tensor in ("output", "heads", "gathered", "vocabulary") or (
         member.tensor == "input" and member.assignment.input_dim is not None
     )

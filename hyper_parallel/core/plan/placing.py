@@ -92,7 +92,7 @@ def _on_tensor(parameter: ParameterDescription, assignment: Assignment, around: 
     how, ranks = ROLES[assignment.role].tensor, around.mesh.axis_size("tensor")
     dim = {"vocabulary": assignment.vocab_dim, "input": assignment.input_dim}.get(how, assignment.output_dim)
     if how == "whole" or dim is None:
-        return Placed(notes=_notes_on_bias(assignment) if how == "input" else ())
+        return Placed(notes=_notes_on_bias(parameter, assignment) if how == "input" else ())
     size = parameter.shape[dim]
     if around.all_heads and is_of_heads(parameter, assignment):
         return Placed(notes=("every rank works on all heads: kept whole",))
@@ -121,16 +121,20 @@ def is_of_heads(parameter: ParameterDescription, assignment: Assignment) -> bool
     return assignment.role in ("sink", "per_head_norm") or (assignment.role == "attention_gate" and is_bare)
 
 
-def _notes_on_bias(assignment: Assignment) -> tuple[str, ...]:
-    """Of a bias behind a weight cut along its inputs. Experts weigh their outputs before these are summed up."""
+def _notes_on_bias(parameter: ParameterDescription, assignment: Assignment) -> tuple[str, ...]:
+    """Of a bias behind a weight cut along its inputs."""
     if assignment.input_dim is not None:
         return ()
-    if ROLES[assignment.role].boundary == "experts":
-        return _ADDED_BY_FIRST
-    return ("added once, after the reduction",)
+    if _is_handed_out(parameter, assignment):
+        return ("handed out by its module, and added after the reduction",)
+    return ("added by the first tensor rank, to its part of the sum",)
 
 
-_ADDED_BY_FIRST = ("added by the first tensor rank, to its part of the sum",)
+def _is_handed_out(parameter: ParameterDescription, assignment: Assignment) -> bool:
+    """Tell whether a bias is no linear's, and its module leaves the adding to what is around it."""
+    kind = ROLES[assignment.role]
+    is_bare = parameter.name.rpartition(".")[2] not in ("weight", "bias")
+    return is_bare and kind.tensor == "input" and kind.boundary != "experts"
 
 
 def _tensor_problems(
@@ -249,13 +253,9 @@ def _pending(
     return tuple(axes)
 
 
-def settled(placed: Placed, assignment: Assignment, cut: bool, in_block: bool) -> Placed:
+def settled(placed: Placed, assignment: Assignment, cut: bool) -> Placed:
     """The same in a boundary where `tensor` cuts something, or nothing: there every rank computes all of every
-    gradient, unless it sees other tokens. In a block of experts what is summed up is more than one module gives, so
-    that a bias belongs to one rank's summand."""
-    if cut and in_block and ROLES[assignment.role].tensor == "input" and assignment.input_dim is None:
-        axes = () if "tensor" in placed.pending else ("tensor",)
-        return replace(placed, pending=placed.pending + axes, notes=_ADDED_BY_FIRST)
+    gradient, unless it sees other tokens."""
     if cut or ROLES[assignment.role].boundary in BY_TOKEN:
         return placed
     return replace(placed, pending=tuple(axis for axis in placed.pending if axis != "tensor"))
@@ -267,8 +267,7 @@ def _computes_part(parameter: ParameterDescription, assignment: Assignment, arou
     kind = ROLES[assignment.role]
     if kind.boundary == "wide_norm":
         return has_few_heads(assignment, around.mesh)
-    after_reduction = kind.tensor == "input" and kind.boundary != "experts"
-    if kind.boundary in BY_TOKEN or after_reduction:
+    if kind.boundary in BY_TOKEN or _is_handed_out(parameter, assignment):
         return around.sequence_parallel
     if around.all_heads and (assignment.role == "head_norm" or is_of_heads(parameter, assignment)):
         return False

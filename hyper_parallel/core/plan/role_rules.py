@@ -14,7 +14,7 @@ class RoleKind:
     `boundary` is the kind of boundary that a parameter of this role belongs to. `tensor` says what the `tensor` axis
     does to it: "vocabulary" (cut along `vocab_dim`), "output" (along `output_dim`), "heads" (the same, whole heads
     only), "gathered" (along `output_dim`, and every rank gets all that the ranks compute), "input" (along `input_dim`;
-    what has none, as a bias, stays whole and is added once), "whole". `pending`:
+    what has none, as a bias, stays whole and one rank adds it), "whole". `pending`:
     kept whole, but used between parameters that are cut, so that each rank of the axis computes only a part of its
     gradient.
     """

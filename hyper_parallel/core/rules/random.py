@@ -11,7 +11,7 @@ from typing import Sequence
 from hyper_parallel.core.rules.call import View
 from hyper_parallel.core.rules.checks import refuse_cut, refuse_partial, resolve
 from hyper_parallel.core.rules.state import State
-from hyper_parallel.core.rules.table import rule
+from hyper_parallel.core.rules.table import RuleError, rule
 
 
 @rule("dropout alpha_dropout", "input p training")
@@ -21,7 +21,11 @@ def dropout(view: View) -> State:
     x = view["input"]
     if not view.get("training", True) or view.get("p", 0.5) == 0:
         return x.state
-    refuse_partial(view.op, [x])
+    if x.state.is_partial:
+        raise RuleError(
+            "input is partial, and every rank would have to drop the same of its part",
+            f"p=0, or input as replicate or shard: reduce it before {view.op}",
+        )
     return State() if x.state.is_replicate else x.state
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping
 
-from hyper_parallel.core.backend import HookHandle, Module, ParameterUse, Tensor
+from hyper_parallel.core.backend import HookHandle, Tensor
 from hyper_parallel.core.execution.adaptations import Adaptations
-from hyper_parallel.core.execution.biases import boundary_that_adds
 from hyper_parallel.core.execution.boundary import Boundary
 from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
 from hyper_parallel.core.execution.facts import Facts, is_in
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan
-from hyper_parallel.core.rules.state import constant
 from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing, Rows
 from hyper_parallel.core.validation.contracts import check_ends, contract_states
@@ -58,24 +56,15 @@ class Following:
 
     def shown(self, parameter: ParameterPlan) -> Callable[[Tensor], Tensor]:
         """What modules are shown of a parameter, for the plain tensor of its local part."""
-        inside = all(self._is_used_in_opaque(parameter, use) for use in self._facts.uses[parameter.name])
-        if not self.watch.axes or (inside and self._is_in_opaque(parameter.name)):
-            return _unchanged  # without an axis along which ranks share a model there is nothing to follow
+        share = self._adaptations.shares.get(parameter.name, _unchanged)
+        if not self.watch.axes or self._is_in_opaque(parameter.name):
+            return share  # without an axis along which ranks share a model there is nothing to follow
         states, line = self._states[parameter.name], line_of(parameter)
 
         def follow(tensor: Tensor) -> Tensor:
-            return self._interception.follow(tensor, Track(self.watch, states, line, parameter.trainable))
+            return self._interception.follow(share(tensor), Track(self.watch, states, line, parameter.trainable))
 
         return follow
-
-    def instead(self, module: Module, value: Any) -> Any:
-        """What a module is shown in place of a parameter that other ranks or boundaries add: zeros, which are summed
-        with what those have."""
-        inside = any(each is module and self._is_in_opaque(name) for name, each in self._facts.modules.items())
-        if inside or not self.watch.axes or not self._facts.backend.tensors.is_tensor(value):
-            return value
-        states = (constant(len(value.shape), zero=True),) * len(self.watch.axes)
-        return self._interception.follow(value, Track(self.watch, states, "", False))
 
     def boundaries(self) -> list[Boundary]:
         """The changes around every module, in the order of the model; a module that stands twice comes once."""
@@ -143,14 +132,6 @@ class Following:
             return crossing or _unchanged
         vouched = side == "output" and planned.region == "opaque"
         return CheckedCrossing(self.watch, contract, crossing, rows, self._agreement, planned.module, side, vouched)
-
-    def _is_used_in_opaque(self, parameter: ParameterPlan, use: ParameterUse) -> bool:
-        """Tell whether what uses a parameter of an opaque region stands in it: its module's own code does; the boundary
-        that adds a bias in its place may be that of the region itself, and adds it to what comes out."""
-        if self._adaptations.place(use.owner, use.attribute) is vars(use.owner):
-            return True
-        boundary = boundary_that_adds(self._facts, use, parameter)
-        return boundary is not None and self._is_inside_opaque(boundary)
 
     def _is_in_opaque(self, name: str) -> bool:
         """Tell whether something is an opaque region, or stands in one."""

@@ -129,7 +129,6 @@ class _Run:
 
     def step(self) -> None:
         """Forward, the loss, backward; the model is left as it was."""
-        self._found.change_shown(self._instead)
         for parameter in self._facts.plan.parameters:
             self._show(parameter)
         for boundary in self._facts.plan.boundaries:
@@ -154,17 +153,7 @@ class _Run:
             self._leaves.append(local)
         shown = self.following.shown(parameter)(local)
         for use in uses:
-            place = self._found.place(use.owner, use.attribute)
-            if place is vars(use.owner):
-                self._found.show(use.owner, use.attribute, shown)
-            else:
-                place[use.attribute] = shown
-
-    def _instead(self, module: Module, value: Any) -> Any:
-        tensors = self._facts.backend.tensors
-        if tensors.is_tensor(value):
-            value = tensors.without_values(value.shape, tensors.dtype_name(value))
-        return self.following.instead(module, value)
+            self._found.show(use.owner, use.attribute, shown)
 
     def _trust_if_needed(self, name: str) -> None:
         """Where a module's code asks for values, such as which tokens go to an expert, its output has the shape of what

@@ -42,11 +42,11 @@ ENDS = {"model.embed_tokens.weight": "cut 0", "model.norm.weight": "alone", "lm_
 LLAMA = ENDS | everywhere(LAYER, "stream", "input_layernorm", "post_attention_layernorm")
 # q_proj(x).view(.., -1, 8): a contiguous part of the rows is a part of the heads; o_proj takes heads along its columns.
 HEADS = at(ATTENTION, q_proj="cut 0", k_proj="few 0", v_proj="few 0", o_proj="cut 1")
-# Biases on the way to heads go with their rows; that of o_proj is added to the sum, on hidden states.
+# Biases on the way to heads go with their rows; that of o_proj counts once: one rank adds it to its part of the sum.
 QKV_BIASES = at(ATTENTION, q_proj_b="cut 0", k_proj_b="few 0", v_proj_b="few 0")
-O_BIAS = at(ATTENTION, o_proj_b="stream")
+O_BIAS = at(ATTENTION, o_proj_b="inside")
 DENSE = at(MLP, gate_proj="cut 0", up_proj="cut 0", down_proj="cut 1")
-DENSE_BIASES = at(MLP, gate_proj_b="cut 0", up_proj_b="cut 0", down_proj_b="stream")
+DENSE_BIASES = at(MLP, gate_proj_b="cut 0", up_proj_b="cut 0", down_proj_b="inside")
 SHARED = at(f"{MLP}.shared_experts", gate_proj="cut 0", up_proj="cut 0", down_proj="cut 1")
 # q_norm(q.view(.., 8)): each rank norms its own heads with the same weights.
 HEAD_NORMS = everywhere(ATTENTION, "inside", "q_norm", "k_norm")
@@ -70,13 +70,13 @@ GEMMA = LLAMA | HEADS | DENSE | everywhere(LAYER, "stream", "pre_feedforward_lay
 
 
 def with_biases(codes: Codes, *outputs: str) -> Codes:
-    """Biases too, along the rows of their weights; those of `outputs` and of norms are on the stream."""
+    """Biases too, along the rows of their weights; one rank adds those of `outputs`."""
     biases = {}
     for name, code in codes.items():
         last = name.split(".")[-2]
         if last in ("wte", "embed_in", "lm_head", "embed_out", "wpe"):
             continue
-        biases[name.removesuffix("weight") + "bias"] = "stream" if last in outputs or code == "stream" else code
+        biases[name.removesuffix("weight") + "bias"] = "inside" if last in outputs else code
     return codes | biases
 
 

@@ -117,7 +117,7 @@ MODELS: dict[str, tuple[ModelDescription, dict[str, str]]] = {
             "in_proj.bias": CUT,
             "conv.weight": WHOLE,
             "out_proj.weight": CLOSES,
-            "out_proj.bias": WHOLE,
+            "out_proj.bias": PENDING,
         },
     ),
     # qkv_proj(x).view(.., heads, 3 * 8); one mean over all heads in `norm`; sigmoid(output_gate(x)) on all features.

@@ -203,7 +203,7 @@ def test_dtypes_have_a_column_where_they_differ():
 def test_notes_and_further_names_stand_below_their_parameter():
     lines = plan(stored("gpt2"), MESH).table().splitlines()
     place = next(place for place, line in enumerate(lines) if "attn.c_proj.bias" in line)
-    assert lines[place + 1] == "    added once, after the reduction"
+    assert lines[place + 1] == "    added by the first tensor rank, to its part of the sum"
     place = next(place for place, line in enumerate(lines) if "wte.weight" in line)
     assert lines[place + 1] == "    = lm_head.weight"
 
