@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 
 import pytest
@@ -213,11 +214,13 @@ def calls_in(model: nn.Module, module: nn.Module, ids: torch.Tensor) -> list[str
             names.append(argument.__name__)
 
     def counted(*args, **kwargs):
+        gc.disable()  # callbacks of a collection would be counted too
         sys.setprofile(note)
         try:
             return forward(*args, **kwargs)
         finally:
             sys.setprofile(None)
+            gc.enable()
 
     module.forward = counted
     try:

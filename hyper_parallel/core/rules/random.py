@@ -21,6 +21,8 @@ def dropout(view: View) -> State:
     x = view["input"]
     if not view.get("training", True) or view.get("p", 0.5) == 0:
         return x.state
+    if view.op == "alpha_dropout":
+        refuse_partial(view.op, [x])  # what it drops becomes a number that is not 0
     if x.state.is_partial:
         raise RuleError(
             "input is partial, and every rank would have to drop the same of its part",
