@@ -444,14 +444,11 @@ class Training(Protocol):
     ) -> None:
         """One optimizer step with `gradients`, which belong to `parameters` in order."""
 
-    def cross_entropy_sum(self, logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-        """Sum over tokens of the cross entropy of `logits` [..., V] and integer `targets` [...], as a scalar;
-        targets equal to `ignore_index` count nothing."""
-
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, reduction: str = "mean", ignore_index: int = -100
     ) -> Tensor:
-        """The same with `reduction` "sum", or "mean" over the tokens that count: NaN when none does."""
+        """Cross entropy of `logits` [..., V] and integer `targets` [...], a scalar, in float32 at least. `reduction` is
+        "sum", or "mean" over the tokens that count: NaN when none does. Targets equal to `ignore_index` don't."""
 
     # The loss of logits [..., n] that hold a part of the vocabulary, N tokens in all. Nothing here is recorded. "Wide"
     # is float64 for float64 logits, else float32.

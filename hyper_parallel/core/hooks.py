@@ -1,8 +1,20 @@
-"""Hooks that belong together."""
+"""Hooks on modules, as both frameworks call them, and those that belong together."""
 
 from __future__ import annotations
 
-from hyper_parallel.core.backend import HookHandle
+from typing import Any, Callable
+
+from hyper_parallel.core.backend import HookHandle, Module
+
+
+def on_arguments(hook: Callable[[tuple, dict], Any], module: Module, args: tuple, kwargs: dict) -> Any:
+    """What a framework calls before a forward, for a hook that asks for the arguments alone."""
+    return hook(args, kwargs)
+
+
+def on_output(hook: Callable[[Any], Any], module: Module, args: tuple, output: Any) -> Any:
+    """What a framework calls after a forward, for a hook that asks for the output alone."""
+    return hook(output)
 
 
 class Handles:

@@ -15,6 +15,12 @@ from hyper_parallel.core.placement import whole_numbers
 AXES = ("pipeline", "replicate", "shard", "expert", "context", "tensor")
 """Every axis name there is, outermost first."""
 
+BATCH_AXES = ("replicate", "shard", "expert")
+"""Axes whose ranks see different samples."""
+
+MODEL_AXES = ("expert", "context", "tensor")
+"""Axes that cut parameters and activations; along `replicate` and `shard` whole models work side by side."""
+
 
 @dataclass(frozen=True, init=False, repr=False)
 class DeviceMesh:

@@ -152,7 +152,7 @@ class Trainer:
         return [other if gradient is None else gradient for gradient, other in zip(gradients, new, strict=True)]
 
     def _loss(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
-        return self.backend.training.cross_entropy_sum(self.model(inputs), targets) * factor
+        return self.backend.training.cross_entropy(self.model(inputs), targets, "sum") * factor
 
     def _own_micro_batches(self, batch: Batch):
         collectives = self.backend.collectives

@@ -45,7 +45,7 @@ def loss_and_gradients(backend, config, weights, ids):
     tokens = backend.tensors.from_numpy(ids)
 
     def loss():
-        return backend.training.cross_entropy_sum(decoder(tokens)[:, :-1], tokens[:, 1:]) / (ids[:, 1:].size)
+        return backend.training.cross_entropy(decoder(tokens)[:, :-1], tokens[:, 1:], "sum") / (ids[:, 1:].size)
 
     value, gradients = backend.autograd.value_and_grad(loss, list(trained.values()))()
     return float(backend.tensors.to_numpy(value)), {

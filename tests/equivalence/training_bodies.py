@@ -58,7 +58,7 @@ def _cross_entropy(backend, logits, dtype, targets, ignore_index):
     target = backend.tensors.from_numpy(targets)
 
     def loss():
-        return backend.training.cross_entropy_sum(parameter * 1.0, target, ignore_index)
+        return backend.training.cross_entropy(parameter * 1.0, target, "sum", ignore_index)
 
     value, [gradient] = backend.autograd.value_and_grad(loss, [parameter])()
     return backend.tensors.to_numpy(value), backend.tensors.to_numpy(gradient), backend.tensors.dtype_name(value)

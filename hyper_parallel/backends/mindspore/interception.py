@@ -8,8 +8,7 @@ operators, not of indexing and of reading values, so these are methods here.
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
@@ -17,6 +16,7 @@ from mindspore._c_expression import NoFallbackGuard
 from hyper_parallel.backends.mindspore.autograd import grad_enabled, in_backward
 from hyper_parallel.backends.mindspore.operators import canonical
 from hyper_parallel.backends.mindspore.tensors import to_numpy
+from hyper_parallel.core.validation.classes import instances, under
 from hyper_parallel.core.validation.watch import REFUSALS, Track
 
 
@@ -80,13 +80,13 @@ class FollowedTensor(Tensor):
         return mint.pow(other, self) if isinstance(other, Tensor) else super().__rpow__(other)
 
     def __repr__(self) -> str:
-        with _plain_for_now(self):
+        with under(Tensor, self):
             return f"{self._track} {Tensor.__repr__(self)}"
 
     __str__ = __repr__
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        with _plain_for_now(self):
+        with under(Tensor, self):
             copied = copy.deepcopy(self, memo)
         return follow(copied, self._track)
 
@@ -135,7 +135,7 @@ def _run(operator: Any, function: Callable, args: tuple, kwargs: dict, *more: An
         with NoFallbackGuard():
             return function(*args, *more, **kwargs)
     op, arguments = found
-    watch = next(_followed((args, kwargs)))._track.watch
+    watch = next(instances((args, kwargs), FollowedTensor))._track.watch
     tracks = watch.infer(op, arguments)
     with NoFallbackGuard():
         try:
@@ -145,39 +145,6 @@ def _run(operator: Any, function: Callable, args: tuple, kwargs: dict, *more: An
             raise
     if op.endswith("_"):
         follow(next(iter(arguments.values())), tracks[0])
-    for tensor, track in zip(_tensors(result), tracks):
+    for tensor, track in zip(instances(result, Tensor), tracks):
         follow(tensor, track)
     return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a result, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _followed(value: Any) -> Iterator[Tensor]:
-    """The followed tensors of arguments."""
-    if isinstance(value, FollowedTensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _followed(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _followed(each)
-
-
-@contextmanager
-def _plain_for_now(*tensors: Tensor) -> Iterator[None]:
-    """Inside, followed tensors are plain ones."""
-    try:
-        for tensor in tensors:
-            tensor.__class__ = Tensor
-        yield
-    finally:
-        for tensor in tensors:
-            tensor.__class__ = FollowedTensor

@@ -11,7 +11,7 @@ from mindspore import mint, nn
 from mindspore.nn.utils import no_init_parameters
 
 from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
-from hyper_parallel.core.hooks import Handles
+from hyper_parallel.core.hooks import Handles, on_arguments, on_output
 from hyper_parallel.core.loading import check_values
 
 # MindSpore keeps the running statistics of its normalisations as parameters that no gradient reaches and the forward
@@ -160,20 +160,12 @@ def registered(owner: Module, attribute: str) -> Parameter | None:
 
 def before_forward(module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_pre_hook(partial(_before, hook), with_kwargs=True, prepend=True)
-
-
-def _before(hook: Callable[[tuple, dict], None], module: Module, args: tuple, kwargs: dict) -> None:
-    hook(args, kwargs)
+    return module.register_forward_pre_hook(partial(on_arguments, hook), with_kwargs=True, prepend=True)
 
 
 def after_forward(module: Module, hook: Callable[[Any], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_hook(partial(_after, hook))
-
-
-def _after(hook: Callable[[Any], None], module: Module, args: tuple, output: Any) -> None:
-    hook(output)
+    return module.register_forward_hook(partial(on_output, hook))
 
 
 def around_forward(
@@ -181,14 +173,6 @@ def around_forward(
 ) -> HookHandle:
     """See `core.backend.Modules`."""
     return Handles(
-        module.register_forward_pre_hook(partial(_enter, enter), with_kwargs=True, prepend=True),
-        module.register_forward_hook(partial(_leave, leave)),
+        module.register_forward_pre_hook(partial(on_arguments, enter), with_kwargs=True, prepend=True),
+        module.register_forward_hook(partial(on_output, leave)),
     )
-
-
-def _enter(hook: Callable[[tuple, dict], tuple], module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return hook(args, kwargs)
-
-
-def _leave(hook: Callable[[Any], Any], module: Module, args: tuple, output: Any) -> Any:
-    return hook(output)

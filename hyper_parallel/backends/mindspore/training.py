@@ -54,11 +54,6 @@ def apply_gradients(optimizer: Any, parameters: Sequence[Parameter], gradients: 
         ops.assign(tensor, value)
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Sum over tokens, in float32 at least."""
-    return cross_entropy(logits, targets, "sum", ignore_index)
-
-
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
     """Sum or mean over the tokens that count, in float32 at least."""
     return ops.cross_entropy(

@@ -16,6 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from hyper_parallel.backends.torch.autograd import in_backward
 from hyper_parallel.backends.torch.operators import canonical
+from hyper_parallel.core.validation.classes import instances, under
 from hyper_parallel.core.validation.watch import REFUSALS, Track
 
 
@@ -35,7 +36,7 @@ class FollowedTensor(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         op, arguments = found
-        watch = next(_followed((args, kwargs)))._track.watch
+        watch = next(instances((args, kwargs), FollowedTensor))._track.watch
         tracks = watch.infer(op, arguments)
         with DisableTorchFunctionSubclass():
             try:
@@ -45,7 +46,7 @@ class FollowedTensor(torch.Tensor):
                 raise
             if isinstance(op, str) and op.endswith("_"):
                 _write(next(iter(arguments.values())), tracks[0])
-            for tensor, track in zip(_tensors(result), tracks):
+            for tensor, track in zip(instances(result, torch.Tensor), tracks):
                 follow(tensor, track)
         return result
 
@@ -56,7 +57,7 @@ class FollowedTensor(torch.Tensor):
         return format(plain(self), spec) if spec and self.dim() == 0 else repr(self)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        with _plain_for_now(self):
+        with under(torch.Tensor, self):
             copied = copy.deepcopy(self, memo)
         return follow(copied, self._track)
 
@@ -126,12 +127,12 @@ def _starting(tensors: Any, gradients: Any) -> Iterator[None]:
         for tensor, gradient in zip(tensors, gradients):
             if isinstance(tensor, FollowedTensor):
                 tensor._track.watch.check_start(tensor, gradient)
-    with _plain_for_now(*_followed((tensors, gradients))):
+    with under(torch.Tensor, *instances((tensors, gradients), FollowedTensor)):
         yield
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
-    with _plain_for_now(*_followed((outputs, inputs))):
+    with under(torch.Tensor, *instances((outputs, inputs), FollowedTensor)):
         return torch.autograd.grad(outputs, inputs, *args, **kwargs)
 
 
@@ -185,36 +186,3 @@ def _write(target: torch.Tensor, track: Track) -> None:
     follow(target, track)
     if isinstance(base, FollowedTensor):
         base._track = track.watch.written_below(base._track, tuple(base.shape), track, tuple(target.shape))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a result, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _followed(value: Any) -> Iterator[torch.Tensor]:
-    """The followed tensors of arguments."""
-    if isinstance(value, FollowedTensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _followed(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _followed(each)
-
-
-@contextmanager
-def _plain_for_now(*tensors: torch.Tensor) -> Iterator[None]:
-    """Inside, followed tensors are plain ones."""
-    try:
-        for tensor in tensors:
-            tensor.__class__ = torch.Tensor
-        yield
-    finally:
-        for tensor in tensors:
-            tensor.__class__ = FollowedTensor

@@ -10,7 +10,7 @@ import torch
 
 from hyper_parallel.backends.torch.tensors import to_device
 from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
-from hyper_parallel.core.hooks import Handles
+from hyper_parallel.core.hooks import Handles, on_arguments, on_output
 from hyper_parallel.core.loading import check_values
 
 
@@ -97,20 +97,12 @@ def registered(owner: Module, attribute: str) -> Parameter | None:
 
 def before_forward(module: Module, hook: Callable[[tuple, dict], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_pre_hook(partial(_before, hook), with_kwargs=True, prepend=True)
-
-
-def _before(hook: Callable[[tuple, dict], None], module: Module, args: tuple, kwargs: dict) -> None:
-    hook(args, kwargs)
+    return module.register_forward_pre_hook(partial(on_arguments, hook), with_kwargs=True, prepend=True)
 
 
 def after_forward(module: Module, hook: Callable[[Any], None]) -> HookHandle:
     """See `core.backend.Modules`."""
-    return module.register_forward_hook(partial(_after, hook))
-
-
-def _after(hook: Callable[[Any], None], module: Module, args: tuple, output: Any) -> None:
-    hook(output)
+    return module.register_forward_hook(partial(on_output, hook))
 
 
 def around_forward(
@@ -118,14 +110,6 @@ def around_forward(
 ) -> HookHandle:
     """See `core.backend.Modules`."""
     return Handles(
-        module.register_forward_pre_hook(partial(_enter, enter), with_kwargs=True, prepend=True),
-        module.register_forward_hook(partial(_leave, leave)),
+        module.register_forward_pre_hook(partial(on_arguments, enter), with_kwargs=True, prepend=True),
+        module.register_forward_hook(partial(on_output, leave)),
     )
-
-
-def _enter(hook: Callable[[tuple, dict], tuple], module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return hook(args, kwargs)
-
-
-def _leave(hook: Callable[[Any], Any], module: Module, args: tuple, output: Any) -> Any:
-    return hook(output)

@@ -40,11 +40,6 @@ def apply_gradients(
     optimizer.zero_grad()
 
 
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """Sum over tokens, in float32 at least."""
-    return cross_entropy(logits, targets, "sum", ignore_index)
-
-
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean", ignore_index: int = -100
 ) -> torch.Tensor:

@@ -10,8 +10,7 @@ from hyper_parallel.core.backend import Backend, Module, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.execution.apply import execution_of
 from hyper_parallel.core.execution.loss import planned_cross_entropy, whole_cross_entropy
-from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.plan.contracts import BATCH_AXES
+from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
 
 LABELS = "labels"
 IGNORED = -100

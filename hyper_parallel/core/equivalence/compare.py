@@ -10,8 +10,9 @@ from hyper_parallel.core.equivalence.batch import Batch, data_ranks
 from hyper_parallel.core.equivalence.record import INPUT, Key, crossed
 from hyper_parallel.core.equivalence.steps import Followed, Raw, Step, sum_of
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import BATCH_AXES
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard, StridedShard
-from hyper_parallel.core.plan.contracts import BATCH_AXES, FEATURES, SEQUENCE, ByAxis, Contract
+from hyper_parallel.core.plan.contracts import FEATURES, SEQUENCE, ByAxis, Contract
 from hyper_parallel.core.plan.plan import ShardingPlan
 
 SMALLEST = 1e-3

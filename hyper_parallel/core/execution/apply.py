@@ -13,12 +13,13 @@ from hyper_parallel.core.execution.boundary import Boundary
 from hyper_parallel.core.execution.causal_loss import find_losses
 from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
 from hyper_parallel.core.execution.experts import find_dispatches
-from hyper_parallel.core.execution.facts import MODEL_AXES, Facts
+from hyper_parallel.core.execution.facts import Facts
 from hyper_parallel.core.execution.heads import find_heads
 from hyper_parallel.core.execution.vocabulary import find_embeddings
 from hyper_parallel.core.fsdp import build
 from hyper_parallel.core.fsdp.parameter import Holding
 from hyper_parallel.core.fsdp.unit import NO_COPY
+from hyper_parallel.core.mesh import MODEL_AXES
 from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.validation.follow import Following
@@ -135,10 +136,9 @@ def _holding(facts: Facts, adaptations: Adaptations, parameter: ParameterPlan) -
         uses = build.cut(backend, uses, layout)
     placement = parameter.placements.get("shard")
     spec = build.spec_of(backend, uses[0], placement and Shard(placement.dim), mesh)
-    places = [vars(use.owner) for use in uses]
     pending = tuple(axis for axis in parameter.pending if axis in MODEL_AXES)
     share = adaptations.shares.get(parameter.name)
-    return Holding(uses, spec, facts.plan.layout(parameter.name), places, pending, share)
+    return Holding(uses, spec, facts.plan.layout(parameter.name), pending, share)
 
 
 def boundaries_of(facts: Facts, adaptations: Adaptations) -> list[Boundary]:

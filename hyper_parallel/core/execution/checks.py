@@ -8,10 +8,10 @@ from typing import Any, Iterator
 
 from hyper_parallel.core.backend import Backend, Module, ParameterUse
 from hyper_parallel.core.errors import ConfigError, HyperParallelError, LayoutError, PlanError
-from hyper_parallel.core.execution.facts import MODEL_AXES, Facts, is_in, model_placements
+from hyper_parallel.core.execution.facts import Facts, is_in, model_placements
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.mesh import MODEL_AXES, DeviceMesh
 from hyper_parallel.core.placement import Partial, Placement, RaggedShard, Shard, StridedShard
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 

@@ -6,12 +6,10 @@ from functools import cached_property
 
 from hyper_parallel.core.backend import Backend, Module, ParameterUse
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.mesh import MODEL_AXES
 from hyper_parallel.core.placement import Placement
 from hyper_parallel.core.plan.contracts import BoundaryPlan
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
-
-MODEL_AXES = ("expert", "context", "tensor")
-"""Axes that cut parameters and activations; along `replicate` and `shard` whole models work side by side."""
 
 
 class Facts:

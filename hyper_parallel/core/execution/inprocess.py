@@ -16,9 +16,10 @@ from itertools import accumulate
 from typing import Any, Callable, Sequence
 
 from hyper_parallel.core import collective_checks as checks
-from hyper_parallel.core.backend import Backend, Launch, Tensor, Tensors
+from hyper_parallel.core.backend import Backend, Tensor, Tensors
 from hyper_parallel.core.errors import ConfigError
-from hyper_parallel.core.job import Call, Job, RankGroup
+from hyper_parallel.core.execution.joined import DONE, Done, JoinedRank
+from hyper_parallel.core.job import Call, RankGroup
 
 
 class InProcessWorld:
@@ -145,16 +146,6 @@ class _Wire:
             self._changed.notify_all()
 
 
-class _Done:
-    """Work that is over when the call returns."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-_DONE = _Done()
-
-
 class _Receive:
     """A message on its way."""
 
@@ -168,52 +159,27 @@ class _Receive:
             take()
 
 
-class InProcessCollectives:
+class InProcessCollectives(JoinedRank):
     """`core.backend.Collectives` of one rank of an `InProcessWorld`; every call is over when it returns."""
 
     def __init__(self, world: InProcessWorld, tensors: Tensors, rank: int):
+        everyone = tuple(range(world.size))
+        super().__init__(RankGroup(everyone, rank, world.meeting(everyone)), "world in this process")
         self._world = world
         self._tensors = tensors
-        self._job = Job()
-        everyone = tuple(range(world.size))
-        launch = Launch(rank=rank, world_size=world.size, launcher="in process")
-        self._job.enter(launch, RankGroup(everyone, rank, world.meeting(everyone)), "the world")
-
-    def initialize(self, launch: Launch) -> None:
-        """Refused: the ranks of a world have joined when they are made."""
-        self._job.require_outside()
-
-    def shutdown(self) -> None:
-        """Nothing to leave: the world ends with its last reference."""
-
-    def is_initialized(self) -> bool:
-        """Always."""
-        return True
-
-    def rank(self) -> int:
-        """This rank."""
-        return self._job.rank
-
-    def world_size(self) -> int:
-        """Number of ranks of the world."""
-        return self._world.size
-
-    def world(self) -> RankGroup:
-        """The group of all ranks."""
-        return self._job.world
 
     def groups(self, partition: Sequence[Sequence[int]]) -> RankGroup | None:
         """See `core.backend.Collectives`."""
         return self._job.groups(partition, lambda ranks, index: self._world.meeting(ranks))
 
-    def all_gather(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> _Done:
+    def all_gather(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> Done:
         """See `core.backend.Collectives`."""
         call = Call("all_gather", group)
         checks.check_all_gather(call, output, input)
         pieces = self._exchange(call, input)
         return self._join(call, output, pieces)
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> _Done:
+    def reduce_scatter(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> Done:
         """See `core.backend.Collectives`. Contributions are summed in rank order."""
         call = Call("reduce_scatter", group)
         checks.check_reduce_scatter(call, output, input)
@@ -221,13 +187,13 @@ class InProcessCollectives:
         rows = [alias(whole, group.index * numel, (numel,)) for whole in self._exchange(call, input)]
         return self._sum(call, output, rows)
 
-    def all_reduce(self, tensor: Tensor, group: RankGroup, async_op: bool = False) -> _Done:
+    def all_reduce(self, tensor: Tensor, group: RankGroup, async_op: bool = False) -> Done:
         """See `core.backend.Collectives`. Contributions are summed in rank order."""
         call = Call("all_reduce", group)
         checks.check_all_reduce(call, tensor)
         return self._sum(call, tensor, self._exchange(call, tensor))
 
-    def broadcast(self, tensor: Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Done:
+    def broadcast(self, tensor: Tensor, source: int, group: RankGroup, async_op: bool = False) -> Done:
         """See `core.backend.Collectives`."""
         call = Call("broadcast", group)
         checks.check_broadcast(call, tensor, source)
@@ -235,7 +201,7 @@ class InProcessCollectives:
         if group.ranks[group.index] != source:
             self._tensors.copy_(self._tensors.flat(tensor), value)
         self._leave(call)
-        return _DONE
+        return DONE
 
     def all_to_all(
         self,
@@ -245,7 +211,7 @@ class InProcessCollectives:
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         async_op: bool = False,
-    ) -> _Done:
+    ) -> Done:
         """See `core.backend.Collectives`."""
         call = Call("all_to_all", group)
         checks.check_all_to_all(call, output, input, output_splits, input_splits)
@@ -257,13 +223,13 @@ class InProcessCollectives:
             pieces.append(self._tensors.alias(whole, start, (counts[group.index],)))
         return self._join(call, output, pieces)
 
-    def send(self, tensor: Tensor, destination: int, group: RankGroup, async_op: bool = False) -> _Done:
+    def send(self, tensor: Tensor, destination: int, group: RankGroup, async_op: bool = False) -> Done:
         """See `core.backend.Collectives`."""
         checks.check_peer(Call("send", group), tensor, "destination", destination)
         letter = self._tensors.buffer(tensor, tensor.numel())
         self._tensors.copy_(letter, self._tensors.flat(tensor))
         self._world.wire(self.rank(), destination).send(letter)
-        return _DONE
+        return DONE
 
     def receive(self, tensor: Tensor, source: int, group: RankGroup, async_op: bool = False) -> _Receive:
         """See `core.backend.Collectives`."""
@@ -307,20 +273,20 @@ class InProcessCollectives:
             with call:
                 call.group.handle.leave()
 
-    def _join(self, call: Call, output: Tensor, pieces: Sequence[Tensor]) -> _Done:
+    def _join(self, call: Call, output: Tensor, pieces: Sequence[Tensor]) -> Done:
         flat, start = self._tensors.flat(output), 0
         for piece in pieces:
             if piece.numel():
                 self._tensors.copy_(self._tensors.alias(flat, start, (piece.numel(),)), piece)
             start += piece.numel()
         self._leave(call)
-        return _DONE
+        return DONE
 
-    def _sum(self, call: Call, output: Tensor, rows: Sequence[Tensor]) -> _Done:
+    def _sum(self, call: Call, output: Tensor, rows: Sequence[Tensor]) -> Done:
         if not output.numel():
             self._leave(call)
-            return _DONE
+            return DONE
         total = self._tensors.reduce_rows(self._tensors.concatenate(rows, 0), len(rows), "sum")
         self._leave(call)  # the output may be what others read
         self._tensors.copy_(self._tensors.flat(output), total)
-        return _DONE
+        return DONE

@@ -45,7 +45,7 @@ def fully_shard(
     held = []
     for uses in chosen:
         spec = spec_of(backend, uses[0], placement_of(uses[0]), mesh)
-        held.append(Holding(uses, spec, spec.layout, [vars(use.owner) for use in uses]))
+        held.append(Holding(uses, spec, spec.layout))
     return make_unit(backend, "", module, held, mesh, reshard_after_forward)
 
 

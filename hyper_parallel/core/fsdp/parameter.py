@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
 
 
 def ranks_with_samples(mesh: DeviceMesh) -> int:
     """Ranks whose gradients are averaged: those that see different samples, or other tokens of them."""
-    return prod(mesh.axis_size(axis) for axis in ("replicate", "shard", "expert", "context"))
+    return prod(mesh.axis_size(axis) for axis in (*BATCH_AXES, "context"))
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,13 @@ class Holding:
     """How a unit holds one parameter, with every use of it.
 
     `spec` is its split over `shard`, of the part that modules see; `layout` how the shard lies in the whole parameter.
-    `places` are the dictionaries, one a use, in which the full tensor is shown under the use's attribute. The gradient
-    of the part is a sum over the mesh axes `pending`, besides the mean over all ranks with samples of their own. Where
-    `shown` is given, modules see what it makes of the full tensor.
+    The gradient of the part is a sum over the mesh axes `pending`, besides the mean over all ranks with samples of
+    their own. Where `shown` is given, modules see what it makes of the full tensor.
     """
 
     uses: Sequence[ParameterUse]
     spec: ShardSpec
     layout: Layout
-    places: Sequence[dict[str, Any]]
     pending: tuple[str, ...] = ()
     shown: Callable[[Tensor], Tensor] | None = None
 
@@ -47,7 +45,6 @@ class ShardedParameter:
         self.spec = spec = held.spec
         self.uses = uses = list(held.uses)
         self.layout = held.layout
-        self.places = list(held.places)
         self.shown = held.shown
         self.divisor = ranks_with_samples(spec.layout.mesh)
         self.sum_group: Group = backend.collectives.groups(spec.layout.mesh.groups(("replicate", *held.pending)))

@@ -126,20 +126,20 @@ class Unit:
             tensor = seen[id(each)] if id(each) in seen else each.full()
             if each.shown is not None:
                 tensor = each.shown(tensor)
-            for use, place in zip(each.uses, each.places):
+            for use in each.uses:
                 if self.backend.modules.registered(use.owner, use.attribute) is not each.parameter:
                     raise ConfigError(
                         f"the parameter {use.name} was replaced after it had been sharded; "
                         "copy values into it instead, or restore the model first"
                     )
                 # Python looks an attribute up here before it asks the module for its registered parameter.
-                place[use.attribute] = tensor
+                vars(use.owner)[use.attribute] = tensor
 
     def hide(self) -> None:
         """Let modules see the shards again."""
         for parameter in self._served:
-            for use, place in zip(parameter.uses, parameter.places):
-                place.pop(use.attribute, None)
+            for use in parameter.uses:
+                vars(use.owner).pop(use.attribute, None)
 
     def _recorded(self) -> tuple[list[ShardedParameter], list[Tensor]]:
         """What is trainable now, with a history.

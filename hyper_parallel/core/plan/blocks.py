@@ -37,8 +37,12 @@ class Blocks:
 
     def streams_at(self, module: str) -> Streams:
         """The layouts around a module."""
+        return self.streams if self.hold(module) else self._around
+
+    def hold(self, module: str) -> bool:
+        """Tell whether a module or parameter is or stands in one of the blocks."""
         block = block_of(module)
-        return self.streams if block and block.rpartition(".")[0] in self.lists else self._around
+        return bool(block) and block.rpartition(".")[0] in self.lists
 
     def streams_beside(self, module: str, side: str) -> Streams:
         """The layouts on one side ("inputs" or "outputs") of a module: at an edge of the blocks those outside."""

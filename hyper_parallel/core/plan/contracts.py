@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping
 
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard
 from hyper_parallel.core.topology import Topology
 from hyper_parallel.core.transition import Transition, lower
@@ -16,9 +16,6 @@ BATCH, SEQUENCE, FEATURES = 0, 1, 2
 
 ByAxis = Mapping[str, Placement]
 """Placements by mesh axis; an axis that is not named replicates."""
-
-BATCH_AXES = ("replicate", "shard", "expert")
-"""Mesh axes whose ranks see different samples."""
 
 
 @dataclass(frozen=True)

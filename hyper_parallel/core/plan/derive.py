@@ -10,12 +10,12 @@ from typing import Any, Iterable, Mapping
 from hyper_parallel.core.errors import PlanError
 from hyper_parallel.core.host import collector_at_rest
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
 from hyper_parallel.core.placement import Placement, Replicate
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.blocks import Blocks, find_blocks
 from hyper_parallel.core.plan.boundaries import boundary_types, without_boundary
-from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, active
+from hyper_parallel.core.plan.contracts import BoundaryPlan, active
 from hyper_parallel.core.plan.fully_sharded import notes_on_shards, plan_fully_sharded, units_by_parameter, units_of
 from hyper_parallel.core.plan.grouping import Group, group
 from hyper_parallel.core.plan.lint import lint, report
@@ -53,7 +53,7 @@ class Draft:
         """The shape of each name, tied and unknown ones too."""
         return {each.name: each.shape for each in all_names(self.model)}
 
-    @property
+    @cached_property
     def holder(self) -> dict[str, str]:
         """The boundary module of each name."""
         return {name: each.module for each in self.groups for name in each.parameters}

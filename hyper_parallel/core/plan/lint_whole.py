@@ -17,7 +17,6 @@ from hyper_parallel.core.plan.cut_sizes import HEADS, CutSize, cut_sizes
 from hyper_parallel.core.plan.grouping import Group
 from hyper_parallel.core.plan.names import block_around, parse
 from hyper_parallel.core.plan.role_rules import KEYS, LIST_CLASSES, QUERIES, ROLES, WRAPPERS
-from hyper_parallel.core.plan.roles import all_names
 from hyper_parallel.core.plan.templates import Member, scopes
 from hyper_parallel.core.plan.violations import Finding, numberless
 from hyper_parallel.core.plan.whole import Place, above, acting_kinds, whole_places
@@ -120,7 +119,7 @@ class WholeParameters:
         if other is None:
             return None
         message = f"is the same tensor as {other}, which tensor cuts"
-        return Conflict(message, self._lines(name, self._unit(self._holder[other]), ["tensor"]))
+        return Conflict(message, self._lines(name, self._unit(self.draft.holder[other]), ["tensor"]))
 
     def _around_a_cut(self, name: str) -> Conflict | None:
         """In a linear or a table that is cut, or an adapter around it."""
@@ -135,7 +134,7 @@ class WholeParameters:
         if member is None:
             return None
         inner = member.description.name
-        unit, sizes = self._unit(self._holder[inner]), self._shapes[name]
+        unit, sizes = self._unit(self.draft.holder[inner]), self.draft.shapes[name]
         axes = [axis for axis in _AXES if axis in member.placed.placements]
         also = {cut.axis for size in sizes for cut in self._sizes_of(unit).get(size, ())}
         whole = [axis for axis in _AXES if axis in axes or axis in also]
@@ -183,7 +182,7 @@ class WholeParameters:
 
     def _by_size(self, name: str, place: Place) -> Conflict | None:
         """A dim as large as heads, experts or features that are cut around it."""
-        sizes, shape = self._sizes_around(name, place), self._shapes[name]
+        sizes, shape = self._sizes_around(name, place), self.draft.shapes[name]
         listed = self._lengths_of_lists(name, place)
         found = [cut for size in dict.fromkeys((*shape, *listed)) for cut in sizes.get(size, ())]
         if not found:
@@ -233,7 +232,7 @@ class WholeParameters:
         """In attention that is cut, of no size that tells. A single number is the same for all heads, and more numbers
         only where a user says so."""
         scope = self._scope_of.get(place.inside)
-        if name not in self.draft.roles.unknown or scope is None or not scope.cut or prod(self._shapes[name]) == 1:
+        if name not in self.draft.roles.unknown or scope is None or not scope.cut or prod(self.draft.shapes[name]) == 1:
             return None
         unit = self._unit(place.inside)
         if not any(self.draft.kinds.get(module) == "attention" for module in unit):
@@ -243,8 +242,8 @@ class WholeParameters:
 
     def _beside_a_sum(self, name: str, place: Place) -> Conflict | None:
         """On hidden states in a module that gives a sum over ranks: behind the sum it would count once for each."""
-        scope = self._scope_of.get(place.inside)
-        if self._hidden not in self._shapes[name] or scope is None or not scope.cut:
+        scope, shape = self._scope_of.get(place.inside), self.draft.shapes[name]
+        if self._hidden not in shape or scope is None or not scope.cut:
             return None
         unit = self._unit(place.inside)
         groups = [each for module in unit for each in self._groups_below.get(module, ())]
@@ -253,7 +252,7 @@ class WholeParameters:
             return None
         last = next((member for member in cut if member.tensor == "input"), cut[-1])
         message = (
-            f"has the hidden size {self._hidden} in dim {self._shapes[name].index(self._hidden)}, and nothing tells "
+            f"has the hidden size {self._hidden} in dim {shape.index(self._hidden)}, and nothing tells "
             f"whether it works before or behind the sum that the ranks make with {last.description.name}, which tensor "
             "cuts"
         )
@@ -284,7 +283,7 @@ class WholeParameters:
             halves = [each.module for each in self._groups_below.get(block, ()) if self._is_half(each.module)]
             sizes = self._sizes_of((block,))
             return {size: cuts for size, cuts in sizes.items() if size != self._hidden} | self._sizes_of(halves)
-        shape = self._shapes[name]
+        shape = self.draft.shapes[name]
         if self._hidden in shape or sum(size > 1 for size in shape) > 2:
             return {}
         sizes = self._sizes_of(("",)).items()
@@ -292,7 +291,7 @@ class WholeParameters:
 
     def _takes_and_gives_hidden(self, module: str) -> bool:
         """Tell whether sizes speak for a module between hidden states and hidden states."""
-        own = [self._shapes[name] for name in self._below.get(module, ())]
+        own = [self.draft.shapes[name] for name in self._below.get(module, ())]
         return (self._hidden,) in own or sum(shape.count(self._hidden) for shape in own) > 1
 
     def _sizes_of(self, modules: Iterable[str]) -> Sizes:
@@ -324,7 +323,9 @@ class WholeParameters:
         if kind in ("embedding", "head"):
             own = {tied.get(name, name) for name in self._below[module]}
             names = [name for name in (*own, *tied) if tied.get(name, name) in own]
-            return list(dict.fromkeys([module, *(self._holder[name] for name in names if name in self._holder)]))
+            return list(
+                dict.fromkeys([module, *(self.draft.holder[name] for name in names if name in self.draft.holder)])
+            )
         return (module,)
 
     def _is_half(self, module: str) -> bool:
@@ -339,14 +340,10 @@ class WholeParameters:
         return (*lines, (name, _NONE)) if name in self.draft.roles.unknown else tuple(lines)
 
     @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {each.name: each.shape for each in all_names(self.draft.model)}
-
-    @cached_property
     def _below(self) -> dict[str, list[str]]:
         """The names below each module."""
         found: dict[str, list[str]] = {}
-        for name in self._shapes:
+        for name in self.draft.shapes:
             for module in above(name):
                 found.setdefault(module, []).append(name)
         return found
@@ -359,10 +356,6 @@ class WholeParameters:
             for module in dict.fromkeys((group.module, *above(group.module))):
                 found.setdefault(module, []).append(group)
         return found
-
-    @cached_property
-    def _holder(self) -> dict[str, str]:
-        return self.draft.holder
 
     @cached_property
     def _hidden(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterable, Mapping
 import yaml
 
 from hyper_parallel.core.errors import LayoutError, PlanError
-from hyper_parallel.core.mesh import AXES
+from hyper_parallel.core.mesh import AXES, MODEL_AXES
 from hyper_parallel.core.placement import Partial, Placement, Replicate, parse_placement
 from hyper_parallel.core.plan.boundaries import TYPES
 from hyper_parallel.core.plan.conditions import Facts
@@ -20,9 +20,6 @@ from hyper_parallel.core.plan.patterns import problem_of
 from hyper_parallel.core.plan.placing import DATA_PARALLEL
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.yaml_text import load_yaml
-
-MODEL_AXES = ("expert", "context", "tensor")
-"""Mesh axes whose placements an override may set."""
 
 AUTO = "auto"
 """Gives a field back to the planner."""

@@ -12,12 +12,12 @@ from math import prod
 from typing import Any, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.errors import PlanError
-from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
 from hyper_parallel.core.placement import Partial, Placement, Replicate
 from hyper_parallel.core.plan.blocks import EDGES, Blocks
 from hyper_parallel.core.plan.boundaries import TYPES
 from hyper_parallel.core.plan.conditions import Facts
-from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, ByAxis, Contract, active
+from hyper_parallel.core.plan.contracts import BoundaryPlan, ByAxis, Contract, active
 from hyper_parallel.core.plan.grouping import Group
 from hyper_parallel.core.plan.model import ModelDescription
 from hyper_parallel.core.plan.override_file import AUTO, Entry, OverrideFile, closest, read_overrides

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Iterable, Iterator, Mapping, Sequence
 
+from hyper_parallel.core.mesh import BATCH_AXES
 from hyper_parallel.core.placement import Replicate
 from hyper_parallel.core.plan.assignment import RoleResult
 from hyper_parallel.core.plan.blocks import Blocks
-from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, active
+from hyper_parallel.core.plan.contracts import BoundaryPlan, active
 from hyper_parallel.core.plan.model import ModelDescription
 from hyper_parallel.core.plan.names import block_of
 from hyper_parallel.core.plan.placing import Placed

@@ -14,21 +14,27 @@ from hyper_parallel.core.rules.state import State
 from hyper_parallel.core.rules.table import RuleError, rule
 
 
-@rule("dropout alpha_dropout", "input p training")
+@rule("dropout", "input p training")
 def dropout(view: View) -> State:
     """Elements set to zero by chance. A pending sum would need the same chance on every rank; its parts are dropped
     where it has been reduced."""
     x = view["input"]
     if not view.get("training", True) or view.get("p", 0.5) == 0:
         return x.state
-    if view.op == "alpha_dropout":
-        refuse_partial(view.op, [x])  # what it drops becomes a number that is not 0
     if x.state.is_partial:
         raise RuleError(
             "input is partial, and every rank would have to drop the same of its part",
             f"p=0, or input as replicate or shard: reduce it before {view.op}",
         )
     return State() if x.state.is_replicate else x.state
+
+
+@rule("alpha_dropout", "input p training")
+def alpha_dropout(view: View) -> State:
+    """Elements set to a number that is not 0 by chance, so that no pending sum can be dropped by its parts."""
+    if view.get("training", True) and view.get("p", 0.5) != 0:
+        refuse_partial(view.op, [view["input"]])
+    return dropout(view)
 
 
 @rule("dropout_pair", "input p", constant=(1,))

@@ -10,8 +10,9 @@ from typing import Iterable, Iterator
 
 from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.crossing import changed_axes
+from hyper_parallel.core.mesh import BATCH_AXES
 from hyper_parallel.core.placement import Replicate, Shard
-from hyper_parallel.core.plan.contracts import BATCH_AXES, BoundaryPlan, Contract
+from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.validation.contracts import written
 from hyper_parallel.core.validation.parameters import line_of
