@@ -8,10 +8,9 @@ from hyper_parallel.core.backend import Backend, HookHandle, Module
 from hyper_parallel.core.errors import ConfigError, HyperParallelError
 from hyper_parallel.core.execution import checks
 from hyper_parallel.core.execution.adaptations import Adaptations
+from hyper_parallel.core.execution.around import Maker
 from hyper_parallel.core.execution.biases import find_biases
-from hyper_parallel.core.execution.boundary import Boundary
 from hyper_parallel.core.execution.causal_loss import find_losses
-from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
 from hyper_parallel.core.execution.experts import find_dispatches
 from hyper_parallel.core.execution.facts import Facts
 from hyper_parallel.core.execution.heads import find_heads
@@ -117,8 +116,7 @@ def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | No
     if following is not None:
         held = {each.name: replace(held[each.name], shown=following.shown(each)) for each in plan.parameters}
     adaptations.apply()
-    boundaries = boundaries_of(facts, adaptations) if following is None else following.boundaries()
-    hooks = [boundary.attach() for boundary in boundaries]
+    hooks = [boundary.attach() for boundary in (following or Maker(facts)).boundaries(adaptations)]
     for unit in plan.units:
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
@@ -139,29 +137,3 @@ def _holding(facts: Facts, adaptations: Adaptations, parameter: ParameterPlan) -
     pending = tuple(axis for axis in parameter.pending if axis in MODEL_AXES)
     share = adaptations.shares.get(parameter.name)
     return Holding(uses, spec, facts.plan.layout(parameter.name), pending, share)
-
-
-def boundaries_of(facts: Facts, adaptations: Adaptations) -> list[Boundary]:
-    """The changes around every module, in the order of the model; a module that stands in two places comes once."""
-    mesh = facts.plan.mesh
-    tokens = Tokens(facts.ranks, facts.place)
-    made: dict[int, Boundary] = {}
-    for name, module in facts.modules.items():
-        if id(module) in made:
-            continue
-        boundary = made[id(module)] = Boundary(facts.backend, name, module)
-        planned = facts.boundaries.get(name)
-        inputs, outputs = (planned.inputs, planned.outputs) if planned else ((), ())
-        boundary.arguments += adaptations.arguments.get(name, ())
-        boundary.region = adaptations.regions.get(name)
-        for contract in inputs:
-            if changed_axes(contract, mesh):
-                where = f"the input {contract.name!r} of {name}"
-                boundary.inputs.append((contract.name, Crossing(facts.backend, contract, mesh, tokens, where)))
-        boundary.outputs += adaptations.results.get(name, ())
-        for contract in outputs:
-            if changed_axes(contract, mesh):
-                where = f"the output {contract.name!r} of {name}"
-                boundary.outputs.append(Crossing(facts.backend, contract, mesh, tokens, where))
-        boundary.outputs += adaptations.handed_on.get(name, ())
-    return list(made.values())

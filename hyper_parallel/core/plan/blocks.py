@@ -37,9 +37,9 @@ class Blocks:
 
     def streams_at(self, module: str) -> Streams:
         """The layouts around a module."""
-        return self.streams if self.hold(module) else self._around
+        return self.streams if self.contain(module) else self._around
 
-    def hold(self, module: str) -> bool:
+    def contain(self, module: str) -> bool:
         """Tell whether a module or parameter is or stands in one of the blocks."""
         block = block_of(module)
         return bool(block) and block.rpartition(".")[0] in self.lists

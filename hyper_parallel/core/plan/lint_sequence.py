@@ -67,7 +67,7 @@ def _twice(draft: Draft) -> Iterator[Finding]:
 
 def _outside(draft: Draft) -> Iterator[Finding]:
     for each in draft.groups:
-        if draft.kinds[each.module] in _IN_BLOCKS and not draft.blocks.hold(each.module):
+        if draft.kinds[each.module] in _IN_BLOCKS and not draft.blocks.contain(each.module):
             message = (
                 f"is {draft.kinds[each.module]} outside of the blocks in {draft.blocks.lists[0]}, and nothing tells "
                 "whether it is called between them"
@@ -82,7 +82,7 @@ def _norms_outside(draft: Draft) -> Iterator[Finding]:
         each.module
         for each in draft.groups
         if draft.kinds[each.module] == "norm"
-        and not draft.blocks.hold(each.module)
+        and not draft.blocks.contain(each.module)
         and PRELUDES.isdisjoint(each.module.split("."))
     ]
     if len(norms) > 1:
@@ -100,7 +100,7 @@ def _whole(draft: Draft, places: Mapping[str, Place]) -> Iterator[Finding]:
 
 def _why_not(draft: Draft, name: str, place: Place) -> str:
     """Why a parameter that is kept whole may not go with parts of the sequence; "" where it may."""
-    if not draft.blocks.hold(name):
+    if not draft.blocks.contain(name):
         if _vocabularies(draft) & set(draft.shapes[name]):
             return ""  # a table or a head
         return "is whole outside of the blocks, and nothing tells whether they use it, each rank on its tokens"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Callable, Mapping
 
-from hyper_parallel.core.backend import HookHandle, Tensor
+from hyper_parallel.core.backend import HookHandle, Module, Tensor
 from hyper_parallel.core.execution.adaptations import Adaptations
-from hyper_parallel.core.execution.boundary import Boundary
-from hyper_parallel.core.execution.crossing import Crossing, Tokens, changed_axes
+from hyper_parallel.core.execution.around import Maker
+from hyper_parallel.core.execution.boundary import Boundary, Change, ChangeArguments
 from hyper_parallel.core.execution.facts import Facts, is_in
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan
@@ -23,7 +23,7 @@ FOLLOWED = ("context", "tensor")
 """Axes along which several ranks compute one model; along the others each works on samples of its own."""
 
 
-class Following:
+class Following(Maker):
     """One model under one plan, followed on this rank. `is_real` says that there are other ranks to compare with.
 
     Raises:
@@ -38,7 +38,8 @@ class Following:
             for side, contracts in (("input", boundary.inputs), ("output", boundary.outputs)):
                 for contract in contracts:
                     check_ends(boundary.module, side, contract)
-        self._facts = facts
+        super().__init__(facts)
+        self._rows = Rows()
         self._adaptations = adaptations
         self._interception = facts.backend.interception
         self._opaque = [each.module for each in facts.plan.boundaries if each.region == "opaque"]
@@ -66,30 +67,35 @@ class Following:
 
         return follow
 
-    def boundaries(self) -> list[Boundary]:
-        """The changes around every module, in the order of the model; a module that stands twice comes once."""
-        facts, found = self._facts, self._adaptations
-        tokens = Tokens(facts.ranks, facts.place)
-        rows = Rows()
-        made: dict[int, Boundary] = {}
-        for name, module in facts.modules.items():
-            if id(module) not in made:
-                made[id(module)] = boundary = CheckedBoundary(self.watch, name, module, name in self._opaque)
-                planned = facts.boundaries.get(name) or BoundaryPlan(name, "", (), ())
-                changes = found.arguments.get(name, ())
-                boundary.arguments += [declared_arguments(self.watch, change) for change in changes]
-                boundary.inputs += self._inputs(planned, tokens, rows)
-                boundary.region = found.regions.get(name)
-                boundary.outputs += found.results.get(name, ())
-                boundary.outputs += self._crossings(planned, "output", tokens, rows)
-                changes = found.handed_on.get(name, ())
-                boundary.outputs += [declared_change(self.watch, change, name) for change in changes]
-        return list(made.values())
+    def boundary(self, name: str, module: Module) -> Boundary:
+        """See `Maker`."""
+        return CheckedBoundary(self.watch, name, module, name in self._opaque)
+
+    def crossing(self, planned: BoundaryPlan, contract: Contract, side: str) -> Change | None:
+        """See `Maker`. Contracts are held where they change nothing too; those of tokens, which are indices, cross
+        nothing."""
+        if contract.dims <= 2:
+            return None
+        crossing = super().crossing(planned, contract, side)
+        if self._is_inside_opaque(planned.module):
+            return crossing
+        vouched = side == "output" and planned.region == "opaque"
+        return CheckedCrossing(
+            self.watch, contract, crossing, self._rows, self._agreement, planned.module, side, vouched
+        )
+
+    def on_arguments(self, change: ChangeArguments) -> ChangeArguments:
+        """See `Maker`."""
+        return declared_arguments(self.watch, change)
+
+    def handed_on(self, change: Change, module: str) -> Change:
+        """See `Maker`."""
+        return declared_change(self.watch, change, module)
 
     def trusted(self, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """What the boundary at a module says of its output, which has the shape of what it takes in: for code that
         can't be run."""
-        tensors, planned = self._facts.backend.tensors, self._facts.boundaries[name]
+        tensors, planned = self.facts.backend.tensors, self.facts.boundaries[name]
         numbers = (each for each in (*args, *kwargs.values()) if tensors.is_tensor(each))
         taken = next(each for each in numbers if "float" in tensors.dtype_name(each))
         track = self.watch.track_of(taken)
@@ -103,8 +109,8 @@ class Following:
 
     def paths(self) -> list[HookHandle]:
         """Hooks that tell the watch which module is running."""
-        modules, seen, hooks = self._facts.backend.modules, set(), []
-        for name, module in self._facts.modules.items():
+        modules, seen, hooks = self.facts.backend.modules, set(), []
+        for name, module in self.facts.modules.items():
             if id(module) not in seen:
                 seen.add(id(module))
                 path = _Path(self.watch, name)
@@ -112,26 +118,8 @@ class Following:
         return hooks
 
     def _name_of(self, tensor: Tensor) -> str | None:
-        uses = self._facts.backend.modules.parameter_uses(self._facts.model)
+        uses = self.facts.backend.modules.parameter_uses(self.facts.model)
         return next((use.name for use in uses if use.parameter is tensor), None)
-
-    def _inputs(self, planned: BoundaryPlan, tokens: Tokens, rows: Rows) -> list[tuple[str, Any]]:
-        crossings = self._crossings(planned, "input", tokens, rows)
-        return [(contract.name, each) for contract, each in zip(_of_numbers(planned.inputs), crossings)]
-
-    def _crossings(self, planned: BoundaryPlan, side: str, tokens: Tokens, rows: Rows) -> list[Any]:
-        contracts = _of_numbers(planned.inputs if side == "input" else planned.outputs)
-        return [self._crossing(planned, contract, side, tokens, rows) for contract in contracts]
-
-    def _crossing(self, planned: BoundaryPlan, contract: Contract, side: str, tokens: Tokens, rows: Rows) -> Any:
-        facts, crossing = self._facts, None
-        if changed_axes(contract, facts.plan.mesh):
-            where = f"the {side} {contract.name!r} of {planned.module}"
-            crossing = Crossing(facts.backend, contract, facts.plan.mesh, tokens, where)
-        if self._is_inside_opaque(planned.module):
-            return crossing or _unchanged
-        vouched = side == "output" and planned.region == "opaque"
-        return CheckedCrossing(self.watch, contract, crossing, rows, self._agreement, planned.module, side, vouched)
 
     def _is_in_opaque(self, name: str) -> bool:
         """Tell whether something is an opaque region, or stands in one."""
@@ -161,11 +149,6 @@ class _Path:
         while self._watch.running and self._watch.running.pop() != self._name:
             pass
         return output
-
-
-def _of_numbers(contracts: tuple[Contract, ...]) -> list[Contract]:
-    """The contracts of activations; those of tokens, which are indices, cross nothing."""
-    return [each for each in contracts if each.dims > 2]
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
