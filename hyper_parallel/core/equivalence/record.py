@@ -64,7 +64,7 @@ class Recorder:
         for number, contract in enumerate(contracts):
             see = partial(self._see, planned.module, side, number)
             if side == INPUT:
-                boundary.inputs.append((contract.name, see))
+                boundary.inputs.append((number, contract.name, see))
             else:
                 boundary.outputs.append(see)
         boundary.attach()

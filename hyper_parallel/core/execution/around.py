@@ -26,9 +26,9 @@ class Maker:
             boundary = made[id(module)] = self.boundary(name, module)
             planned = self.facts.boundaries.get(name) or BoundaryPlan(name, "", (), ())
             boundary.arguments += map(self.on_arguments, found.arguments.get(name, ()))
-            for contract in planned.inputs:
+            for number, contract in enumerate(planned.inputs):
                 if (change := self.crossing(planned, contract, "input")) is not None:
-                    boundary.inputs.append((contract.name, change))
+                    boundary.inputs.append((number, contract.name, change))
             boundary.region = found.regions.get(name)
             boundary.outputs += found.results.get(name, ())
             outputs = (self.crossing(planned, contract, "output") for contract in planned.outputs)

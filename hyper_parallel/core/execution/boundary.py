@@ -29,15 +29,16 @@ class Region(Protocol):
 class Boundary:
     """The changes around one module, in order; `attach` hooks them. Inside, only the module's own code runs.
 
-    `arguments` change all arguments; then `inputs` change the tensor that the module takes in, one for each contract;
-    `outputs` change the tensor that it gives. A `region` stands closest to the module.
+    `arguments` change all arguments; then `inputs` change the tensors that the module takes in, each with its name and
+    its number among them, those that nothing changes counted; `outputs` change the tensor that it gives. A `region`
+    stands closest to the module.
     """
 
     def __init__(self, backend: Backend, name: str, module: Module):
         self.name = name
         self.module = module
         self.arguments: list[ChangeArguments] = []
-        self.inputs: list[tuple[str, Change]] = []
+        self.inputs: list[tuple[int, str, Change]] = []
         self.outputs: list[Change] = []
         self.region: Region | None = None
         self._backend = backend
@@ -62,7 +63,7 @@ class Boundary:
         """The arguments as the module's region wants them, or its code where it has none."""
         for change in self.arguments:
             args, kwargs = change(args, kwargs)
-        for number, (name, change) in enumerate(self.inputs):
+        for number, name, change in self.inputs:
             place = self._place(number, name, args, kwargs)
             if isinstance(place, int):
                 args = (*args[:place], change(args[place]), *args[place + 1 :])

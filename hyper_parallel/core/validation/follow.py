@@ -72,12 +72,9 @@ class Following(Maker):
         return CheckedBoundary(self.watch, name, module, name in self._opaque)
 
     def crossing(self, planned: BoundaryPlan, contract: Contract, side: str) -> Change | None:
-        """See `Maker`. Contracts are held where they change nothing too; those of tokens, which are indices, cross
-        nothing."""
-        if contract.dims <= 2:
-            return None
+        """See `Maker`. Contracts are held where they change nothing too, but for those of tokens, which are indices."""
         crossing = super().crossing(planned, contract, side)
-        if self._is_inside_opaque(planned.module):
+        if contract.dims <= 2 or self._is_inside_opaque(planned.module):
             return crossing
         vouched = side == "output" and planned.region == "opaque"
         return CheckedCrossing(
