@@ -27,14 +27,19 @@ class Recorder:
     """A runtime that writes down what it is told, and refuses what makes no sense."""
 
     events: list = field(default_factory=list)
+    gathering: set = field(default_factory=set)
     gathered: set = field(default_factory=set)
     backward: bool = False
     callbacks: list = field(default_factory=list)
 
-    def gather(self, unit):
-        assert unit.name not in self.gathered
-        self.gathered.add(unit.name)
+    def issue_gather(self, unit):
+        assert unit.name not in self.gathering | self.gathered
+        self.gathering.add(unit.name)
         self.events.append(f"gather {unit.name}")
+
+    def wait_gather(self, unit):
+        self.gathering.remove(unit.name)
+        self.gathered.add(unit.name)
 
     def free(self, unit):
         self.gathered.remove(unit.name)

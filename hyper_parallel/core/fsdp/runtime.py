@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Callable, Iterable, Sequence
 from hyper_parallel.core.backend import Backend, Group, Tensor, Work
 
 if TYPE_CHECKING:
-    from hyper_parallel.core.fsdp.parameter import ShardedParameter
+    from hyper_parallel.core.fsdp.parameter import Gathering, ShardedParameter
     from hyper_parallel.core.fsdp.unit import Unit
 
 
@@ -67,11 +67,17 @@ class BackendRuntime:
 
     def __init__(self, backend: Backend):
         self._backend = backend
+        self._gathering: dict[Unit, list[Gathering]] = {}
 
-    def gather(self, unit: Unit) -> None:
-        """Issue the parameters' gathers together, wait for them one by one."""
+    def issue_gather(self, unit: Unit) -> None:
+        """Start the gathers of all parameters of a unit together."""
         with self._backend.autograd.no_grad():
-            for gathering in [each.issue_gather(unit.shard_group) for each in unit.parameters]:
+            self._gathering[unit] = [each.issue_gather(unit.shard_group) for each in unit.parameters]
+
+    def wait_gather(self, unit: Unit) -> None:
+        """Wait for them one by one; the full parameters are readable then."""
+        with self._backend.autograd.no_grad():
+            for gathering in self._gathering.pop(unit):
                 gathering.wait()
 
     def free(self, unit: Unit) -> None:

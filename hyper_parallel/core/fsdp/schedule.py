@@ -40,8 +40,11 @@ class Reduction(Protocol):
 class Runtime(Protocol):
     """What carries the events out. `issue` returns at once; `wait` returns when the result is there."""
 
-    def gather(self, unit: ScheduledUnit) -> None:
-        """Make the full parameters readable."""
+    def issue_gather(self, unit: ScheduledUnit) -> None:
+        """Start gathering the full parameters."""
+
+    def wait_gather(self, unit: ScheduledUnit) -> None:
+        """Have them readable."""
 
     def free(self, unit: ScheduledUnit) -> None:
         """Give the memory of the full parameters back."""
@@ -182,7 +185,8 @@ class Schedule:
 
     def _gather(self, unit: ScheduledUnit) -> None:
         if unit not in self._gathered:
-            self._runtime.gather(unit)
+            self._runtime.issue_gather(unit)
+            self._runtime.wait_gather(unit)
             self._gathered[unit] = None
 
     def _free(self, unit: ScheduledUnit) -> None:
