@@ -96,8 +96,9 @@ class Tensors(Protocol):
         """Tell whether operators read an alias of a part of a buffer where it is; if not, they read (and autograd
         saves) a copy, so that what is to be released must fill its buffer."""
 
-    def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast."""
+    def copy_(self, target: Tensor, source: Tensor, factor: float = 1.0) -> None:
+        """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast,
+        and multiplied on the way."""
 
     def scale_(self, tensor: Tensor, factor: float) -> None:
         """Multiply a tensor, possibly an alias, in place."""
@@ -199,11 +200,37 @@ class Collectives(Protocol):
         Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
         groups are made once and reused."""
 
-    def all_gather(self, output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Work:
-        """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
+    def gathers_uneven(self) -> bool:
+        """Tell whether `all_gather` takes pieces of different sizes on this device."""
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: Group, async_op: bool = False) -> Work:
-        """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
+    def scatters_uneven(self) -> bool:
+        """Tell whether `reduce_scatter` takes pieces of different sizes on this device."""
+
+    def all_gather(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: Group,
+        async_op: bool = False,
+        pieces: Sequence[int] | None = None,
+    ) -> Work:
+        """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order. Where they differ in
+        size, `pieces` tells the elements of each."""
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: Group,
+        async_op: bool = False,
+        pieces: Sequence[int] | None = None,
+        scale: float = 1.0,
+    ) -> Work:
+        """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements), times `scale`.
+
+        Where parts differ in size, `pieces` tells the elements of each. `output` may be of another floating dtype: it
+        is the one that is summed in, unless that is half precision and can be summed better, and elements travel in
+        the narrower of both."""
 
     def all_reduce(self, tensor: Tensor, group: Group, async_op: bool = False) -> Work:
         """Sum over the group, in place."""

@@ -13,18 +13,30 @@ from hyper_parallel.core.backend import Tensor
 from hyper_parallel.core.job import Call
 
 
-def check_all_gather(call: Call, output: Tensor, input: Tensor) -> None:
-    """`output` holds one `input` per rank."""
+def check_all_gather(
+    call: Call, output: Tensor, input: Tensor, pieces: Sequence[int] | None = None, uneven: bool = True
+) -> None:
+    """`output` holds one `input` per rank, or pieces of these sizes, which may differ where `uneven` says so."""
     _check_pair(call, output, input)
-    if output.numel() != call.group.size * input.numel():
+    if pieces is not None:
+        _check_pieces(call, "output", output, "input", input, pieces, uneven)
+    elif output.numel() != call.group.size * input.numel():
         raise _wrong_ratio(call, "output", output, "input", input)
 
 
-def check_reduce_scatter(call: Call, output: Tensor, input: Tensor) -> None:
-    """`input` holds one `output` per rank; the dtype has a sum."""
-    _check_pair(call, output, input)
+def check_reduce_scatter(
+    call: Call, output: Tensor, input: Tensor, pieces: Sequence[int] | None = None, uneven: bool = True
+) -> None:
+    """`input` holds one `output` per rank, or pieces of these sizes, which may differ where `uneven` says so; the dtype
+    has a sum, and that of the output is the same or as real."""
+    _check_contiguous(call, "output", output)
+    _check_contiguous(call, "input", input)
+    if output.dtype != input.dtype and not all("float" in _name(each.dtype) for each in (output, input)):
+        raise _other_dtype(call, output, input)
     _check_sum(call, input)
-    if input.numel() != call.group.size * output.numel():
+    if pieces is not None:
+        _check_pieces(call, "input", input, "output", output, pieces, uneven)
+    elif input.numel() != call.group.size * output.numel():
         raise _wrong_ratio(call, "input", input, "output", output)
 
 
@@ -65,10 +77,27 @@ def _check_pair(call: Call, output: Tensor, input: Tensor) -> None:
     _check_contiguous(call, "output", output)
     _check_contiguous(call, "input", input)
     if output.dtype != input.dtype:
+        raise _other_dtype(call, output, input)
+
+
+def _other_dtype(call: Call, output: Tensor, input: Tensor) -> Exception:
+    return call.error(
+        f"output is {_name(output.dtype)} and input is {_name(input.dtype)}: cast one of them, "
+        "a collective moves elements as they are"
+    )
+
+
+def _check_pieces(
+    call: Call, large: str, larger: Tensor, small: str, smaller: Tensor, pieces: Sequence[int], uneven: bool
+) -> None:
+    size, numel, part = call.group.size, larger.numel(), smaller.numel()
+    if len(pieces) != size or min(pieces) < 0 or sum(pieces) != numel or pieces[call.group.index] != part:
         raise call.error(
-            f"output is {_name(output.dtype)} and input is {_name(input.dtype)}: cast one of them, "
-            "a collective moves elements as they are"
+            f"pieces {list(pieces)} must be {size} counts of at least 0 that sum up to the {numel} elements of "
+            f"{large}, number {call.group.index} being the {part} of {small}"
         )
+    if not uneven and len(set(pieces)) > 1:
+        raise call.error(f"pieces {list(pieces)} differ, and this device's library moves equal ones only: pad them")
 
 
 def _check_contiguous(call: Call, name: str, tensor: Tensor) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
 import numpy as np
+import pytest
 
 from hyper_parallel.core.backend import Backend, Group, Tensor
 from hyper_parallel.core.errors import CommunicationError
@@ -271,6 +272,50 @@ def _one_of_each(backend: Backend, group: Group, size: int) -> Iterator[tuple[An
     reduced, shared = case.tensor(mine), case.tensor(mine)
     yield comm.all_reduce(reduced, group, async_op=True), lambda: case.expect(reduced, sum(inputs))
     yield comm.broadcast(shared, group.ranks[-1], group, async_op=True), lambda: case.expect(shared, inputs[-1])
+
+
+def uneven_pieces(backend: Backend) -> None:
+    """Pieces of different sizes, some of them empty, where this device takes them; an error where it does not."""
+    comm, tensors = backend.collectives, backend.tensors
+    group, rank = comm.world(), comm.rank()
+    for pieces in ([index % 3 for index in range(group.size)], [5, *[0] * (group.size - 1)]):
+        starts = np.cumsum([0, *pieces])
+        inputs = [values(index, sum(pieces), "float32") for index in group.ranks]
+        mine = slice(starts[rank], starts[rank + 1])
+        target = tensors.zeros((pieces[rank],), "float32")
+        summed = comm.reduce_scatter, target, tensors.from_numpy(inputs[rank]), sum(inputs)[mine]
+        whole = tensors.zeros((sum(pieces),), "float32")
+        gathered = comm.all_gather, whole, tensors.from_numpy(inputs[0][mine]), inputs[0]
+        uneven = {comm.reduce_scatter: comm.scatters_uneven(), comm.all_gather: comm.gathers_uneven()}
+        for collective, output, source, expected in (summed, gathered):
+            if uneven[collective] or group.size == 1:
+                collective(output, source, group, True, pieces).wait()
+                np.testing.assert_array_equal(tensors.to_numpy(output), expected)
+            else:
+                with pytest.raises(CommunicationError, match="moves equal ones only: pad them"):
+                    collective(output, source, group, True, pieces)
+
+
+def scaled_sums(backend: Backend) -> None:
+    """The scale of a reduce-scatter is taken after the sum, and both in float32 where elements are halves."""
+    comm, size = backend.collectives, 100_001
+    inputs = _real_inputs(comm.world_size(), size * comm.world_size())
+    for travels, output in (
+        ("float32", "float32"),
+        ("float16", "float16"),
+        ("float16", "float32"),
+        ("float32", "float16"),
+    ):
+        narrow = "float16" in (travels, output) and comm.world_size() > 1  # what stays at home is not cast first
+        sources = [array.astype("float16" if narrow else travels) for array in inputs]
+        source = backend.tensors.from_numpy(inputs[comm.rank()].astype(travels), travels)
+        target = backend.tensors.zeros((size,), output)
+        comm.reduce_scatter(target, source, comm.world(), scale=1 / 3)
+        total = sources[0].astype("float32")
+        for array in sources[1:]:
+            total += array
+        expected = (total * np.float32(1 / 3)).astype(output)[comm.rank() * size :][:size]
+        np.testing.assert_array_equal(backend.tensors.to_numpy(target), expected, err_msg=f"{travels} -> {output}")
 
 
 def sums_in_rank_order(backend: Backend) -> None:

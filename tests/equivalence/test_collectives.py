@@ -29,6 +29,8 @@ def ranks(pool, backend_name, request):
         bodies.blocking_messages,
         bodies.messages_beside_collectives,
         bodies.many_in_flight,
+        bodies.uneven_pieces,
+        bodies.scaled_sums,
         bodies.sums_in_rank_order,
         bodies.sums_agree_on_all_ranks,
         bodies.objects,

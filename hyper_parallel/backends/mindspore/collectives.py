@@ -12,21 +12,36 @@ It is finished in `wait`, or before the next collective that shares a rank with 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Sequence
 
 import mindspore as ms
-import numpy as np
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 from mindspore.mint import distributed as dist
 
+from hyper_parallel.backends.mindspore.exchange import (
+    as_bytes,
+    exchange,
+    exchange_and_sum,
+    gather_bytes,
+    gather_pieces,
+    receive_bytes,
+    send_bytes,
+    sum_in_place,
+)
 from hyper_parallel.backends.mindspore.joining import join, set_device
-from hyper_parallel.backends.mindspore.tensors import copy_, flat, memory, on_cpu, wide
+from hyper_parallel.backends.mindspore.tensors import (
+    copy_,
+    dtype_name,
+    empty,
+    flat,
+    memory,
+    on_cpu,
+    scale_,
+)
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch, Work
 from hyper_parallel.core.errors import CommunicationError
 from hyper_parallel.core.job import Call, Job, RankGroup
-
-_SUMS = ("float32", "int8", "int16", "int32", "int64")  # dtypes that mccl sums exactly
 
 _job = Job()
 _store: Any = None  # must live as long as the job: the first rank's serves the others
@@ -93,30 +108,58 @@ def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
     return _job.groups(partition, _make_group)
 
 
-def all_gather(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
-    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
+def gathers_uneven() -> bool:
+    """See `core.backend.Collectives`. What is composed here can."""
+    return on_cpu()
+
+
+def scatters_uneven() -> bool:
+    """See `core.backend.Collectives`. What is composed here can."""
+    return on_cpu()
+
+
+def all_gather(
+    output: ms.Tensor,
+    input: ms.Tensor,
+    group: RankGroup,
+    async_op: bool = False,
+    pieces: Sequence[int] | None = None,
+) -> Work:
+    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order. Where they differ in
+    size, `pieces` tells the elements of each."""
     call = Call("all_gather", group)
-    checks.check_all_gather(call, output, input)
+    checks.check_all_gather(call, output, input, pieces, gathers_uneven())
     if group.size == 1 or output.size == 0:
         return _copied(output, input)
+    if on_cpu() and pieces and len(set(pieces)) > 1:
+        return _finished(call, lambda: gather_pieces(output, input, pieces, group))
     if on_cpu():
-        return _finished(call, lambda: _gather_bytes(_bytes(output), _bytes(input), group))
+        return _finished(call, lambda: gather_bytes(as_bytes(output), as_bytes(input), group))
     return _launch(call, async_op, lambda: dist.all_gather_into_tensor(flat(output), flat(input), group.handle, True))
 
 
-def reduce_scatter(output: ms.Tensor, input: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
-    """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
+def reduce_scatter(
+    output: ms.Tensor,
+    input: ms.Tensor,
+    group: RankGroup,
+    async_op: bool = False,
+    pieces: Sequence[int] | None = None,
+    scale: float = 1.0,
+) -> Work:
+    """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements), times `scale`.
+
+    Where parts differ in size, `pieces` tells the elements of each. `output` may be of another floating dtype: it is
+    the one that is summed in, unless that is half precision and can be summed better, and elements travel in the
+    narrower of both."""
     call = Call("reduce_scatter", group)
-    checks.check_reduce_scatter(call, output, input)
-    if group.size == 1 or output.size == 0:
-        return _copied(output, input)
+    checks.check_reduce_scatter(call, output, input, pieces, scatters_uneven())
+    if group.size == 1 or input.size == 0:
+        copy_(output, input, scale)
+        return _DONE
     if on_cpu():
-        return _finished(call, lambda: _exchange_and_sum(memory(output), memory(input), group))
-    return _launch(
-        call,
-        async_op,
-        lambda: dist.reduce_scatter_tensor(flat(output), flat(input), group=group.handle, async_op=True),
-    )
+        counts = _counts(input, pieces, group)
+        return _finished(call, lambda: exchange_and_sum(memory(output), memory(input), counts, scale, group))
+    return _reduce_on_device(call, output, input, scale, async_op)
 
 
 def all_reduce(tensor: ms.Tensor, group: RankGroup, async_op: bool = False) -> Work:
@@ -126,7 +169,7 @@ def all_reduce(tensor: ms.Tensor, group: RankGroup, async_op: bool = False) -> W
     if group.size == 1 or tensor.size == 0:
         return _DONE
     if on_cpu():
-        return _finished(call, lambda: _sum_in_place(memory(tensor), group))
+        return _finished(call, lambda: sum_in_place(memory(tensor), group))
     return _launch(call, async_op, lambda: dist.all_reduce(flat(tensor), group=group.handle, async_op=True))
 
 
@@ -137,7 +180,7 @@ def broadcast(tensor: ms.Tensor, source: int, group: RankGroup, async_op: bool =
     if group.size == 1 or tensor.size == 0:
         return _DONE
     if on_cpu():
-        return _finished(call, lambda: dist.broadcast(ms.from_numpy(_bytes(tensor)), source, group.handle))
+        return _finished(call, lambda: dist.broadcast(ms.from_numpy(as_bytes(tensor)), source, group.handle))
     return _launch(call, async_op, lambda: dist.broadcast(flat(tensor), source, group.handle, True))
 
 
@@ -157,7 +200,7 @@ def all_to_all(
         return _copied(output, input)
     splits = _counts(output, output_splits, group), _counts(input, input_splits, group)
     if on_cpu():
-        return _finished(call, lambda: _exchange(output, input, *splits, group))
+        return _finished(call, lambda: exchange(output, input, *splits, group))
     return _launch(
         call, async_op, lambda: dist.all_to_all_single(flat(output), flat(input), *splits, group.handle, True)
     )
@@ -172,7 +215,7 @@ def send(tensor: ms.Tensor, destination: int, group: RankGroup, async_op: bool =
     if on_cpu():  # buffered: it returns before the other side receives
         _require_joined(call)
         with call:
-            _send_bytes(_bytes(tensor), destination, group)
+            send_bytes(as_bytes(tensor), destination, group)
         return _DONE
     return _launch(call, async_op, lambda: dist.isend(flat(tensor), destination, group.handle))
 
@@ -216,9 +259,10 @@ def gather_objects(value: object, group: RankGroup | None = None) -> list[object
 class _Work:
     """A collective that runs on the device, or one that is finished."""
 
-    def __init__(self, call: Call | None = None, handle: Any = None):
+    def __init__(self, call: Call | None = None, handle: Any = None, finish: Callable[[], object] | None = None):
         self._call = call
         self._handle = handle
+        self._finish = finish
 
     def wait(self) -> None:
         """Return when operators see the result. Calling it twice is harmless."""
@@ -226,6 +270,9 @@ class _Work:
         if handle is not None:
             with self._call:
                 handle.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 _DONE = _Work()
@@ -249,14 +296,14 @@ class _Receive:
 
     def _fetch(self) -> None:
         with self._call:
-            _receive_bytes(_bytes(self._tensor), self._source, self._group)
+            receive_bytes(as_bytes(self._tensor), self._source, self._group)
 
 
-def _launch(call: Call, async_op: bool, start: Callable[[], Any]) -> Work:
+def _launch(call: Call, async_op: bool, start: Callable[[], Any], finish: Callable[[], object] | None = None) -> Work:
     """Start a collective on the device."""
     _require_joined(call)
     with call:
-        work = _Work(call, start())
+        work = _Work(call, start(), finish)
     return work if async_op else _waited(work)
 
 
@@ -293,72 +340,19 @@ def _counts(tensor: ms.Tensor, splits: Sequence[int] | None, group: RankGroup) -
     return [tensor.size // group.size] * group.size if splits is None else list(splits)
 
 
-# What mccl lacks
-
-
-def _bytes(tensor: ms.Tensor) -> np.ndarray:
-    return memory(tensor).view(np.uint8)
-
-
-def _send_bytes(data: np.ndarray, destination: int, group: RankGroup) -> None:
-    dist.isend(ms.from_numpy(data), destination, group.handle)
-
-
-def _receive_bytes(into: np.ndarray, source: int, group: RankGroup) -> None:
-    dist.irecv(ms.from_numpy(into), source, group.handle)
-
-
-def _gather_bytes(output: np.ndarray, input: np.ndarray, group: RankGroup) -> None:
-    parts = [ms.from_numpy(part) for part in np.split(output, group.size)]
-    dist.all_gather(parts, ms.from_numpy(input), group.handle)
-
-
-def _sum_in_place(elements: np.ndarray, group: RankGroup) -> None:
-    if elements.dtype.name in _SUMS:
-        dist.all_reduce(ms.from_numpy(elements), group=group.handle)
-    elif (widened := wide(elements)) is not elements:
-        dist.all_reduce(ms.from_numpy(widened), group=group.handle)
-        elements[...] = widened
-    else:
-        everyone = np.empty((group.size, elements.size), elements.dtype)
-        _gather_bytes(everyone.reshape(-1).view(np.uint8), elements.view(np.uint8), group)
-        elements[...] = everyone.sum(axis=0, dtype=elements.dtype)
-
-
-def _exchange_and_sum(output: np.ndarray, input: np.ndarray, group: RankGroup) -> None:
-    """Every rank sends each piece to the rank that sums it, which does so in rank order."""
-    pieces = np.split(input, group.size)
-    for member in _others(group):
-        _send_bytes(pieces[member].view(np.uint8), group.ranks[member], group)
-    received = np.empty_like(output)
-    total: np.ndarray | None = None
-    for member, source in enumerate(group.ranks):
-        if member == group.index:
-            piece = pieces[member]
-        else:
-            _receive_bytes(received.view(np.uint8), source, group)
-            piece = received
-        total = np.array(wide(piece)) if total is None else np.add(total, wide(piece), out=total)
-    output[...] = total
-
-
-def _exchange(
-    output: ms.Tensor, input: ms.Tensor, output_splits: list[int], input_splits: list[int], group: RankGroup
-) -> None:
-    sent = np.split(_bytes(input), np.cumsum(input_splits)[:-1] * input.itemsize)
-    received = np.split(_bytes(output), np.cumsum(output_splits)[:-1] * output.itemsize)
-    for member in _others(group):
-        if sent[member].size:
-            _send_bytes(sent[member], group.ranks[member], group)
-    received[group.index][...] = sent[group.index]
-    for member in _others(group):
-        if received[member].size:
-            _receive_bytes(received[member], group.ranks[member], group)
-
-
-def _others(group: RankGroup) -> Iterator[int]:
-    """The other places of the group, from the next one on, so that the ranks do not all send to the same one first."""
-    return ((group.index + distance) % group.size for distance in range(1, group.size))
+def _reduce_on_device(call: Call, output: ms.Tensor, input: ms.Tensor, scale: float, async_op: bool) -> Work:
+    """The library's reduce-scatter. The scale goes along with a cast, or else is applied to the result."""
+    target, source = flat(output), flat(input)
+    if source.dtype != target.dtype:
+        cast = empty(source.shape, dtype_name(target))
+        copy_(cast, source, scale)
+        source, scale = cast, 1.0
+    return _launch(
+        call,
+        async_op,
+        lambda: dist.reduce_scatter_tensor(target, source, group=call.group.handle, async_op=True),
+        finish=None if scale == 1.0 else lambda: scale_(target, scale),
+    )
 
 
 def _make_group(ranks: tuple[int, ...], index: int) -> str:

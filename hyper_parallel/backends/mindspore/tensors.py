@@ -208,21 +208,24 @@ def _strided_bits(tensor: ms.Tensor) -> np.ndarray:
     return np.asarray(_Bytes(tensor, code))
 
 
-def copy_(target: ms.Tensor, source: ms.Tensor) -> None:
-    """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast."""
+def copy_(target: ms.Tensor, source: ms.Tensor, factor: float = 1.0) -> None:
+    """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast, and
+    multiplied on the way."""
     if target.size != source.size:  # numpy would repeat a single element
         raise LayoutError(f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ")
     if target.size == 0:  # numpy crashes when it assigns an empty slice of MindSpore's bfloat16
         return
-    if on_cpu() and target.is_contiguous():
-        memory(target)[...] = source.asnumpy().reshape(-1)
-    elif on_cpu():
-        values = np.ascontiguousarray(source.asnumpy().reshape(target.shape), numpy_dtype(dtype_name(target)))
+    if not on_cpu():
+        with ms._no_grad():
+            target.copy_(source.reshape(target.shape) if factor == 1.0 else source.reshape(target.shape) * factor)
+        return
+    values = source.asnumpy() if factor == 1.0 else wide(source.asnumpy()) * factor
+    if target.is_contiguous():
+        memory(target)[...] = values.reshape(-1)
+    else:
+        values = np.ascontiguousarray(values.reshape(target.shape), numpy_dtype(dtype_name(target)))
         bits = _strided_bits(target)
         bits[...] = values.view(bits.dtype)
-    else:
-        with ms._no_grad():
-            target.copy_(source.reshape(target.shape))
 
 
 def scale_(tensor: ms.Tensor, factor: float) -> None:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hyper_parallel.backends.torch.exchange import exchange_and_sum, flat_memory, movable
 from hyper_parallel.backends.torch.joining import join, set_device
-from hyper_parallel.backends.torch.tensors import wide
+from hyper_parallel.backends.torch.tensors import copy_, device, wide
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.job import Call, Job, RankGroup
@@ -26,9 +27,6 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _HALF = (torch.float16, torch.bfloat16)
-# What every communication library moves; anything else travels as bytes.
-_MOVABLE = {torch.float32, torch.float64, *_HALF, torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
-
 _job = Job()
 _joined_here = False  # or a process group of the program is used as it is
 
@@ -90,33 +88,56 @@ def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
     return _job.groups(partition, _make_group)
 
 
-def all_gather(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
-    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order."""
+def gathers_uneven() -> bool:
+    """See `core.backend.Collectives`. The libraries refuse what differs in size, or send more than they need to."""
+    return False
+
+
+def scatters_uneven() -> bool:
+    """See `core.backend.Collectives`. What is composed here can."""
+    return device().type == "cpu"
+
+
+def all_gather(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: RankGroup,
+    async_op: bool = False,
+    pieces: Sequence[int] | None = None,
+) -> _Work:
+    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order. `pieces`, if given, have
+    to be alike."""
     call = Call("all_gather", group)
-    checks.check_all_gather(call, output, input)
-    target, source = _movable(output), _movable(input)
+    checks.check_all_gather(call, output, input, pieces, gathers_uneven())
+    target, source = movable(output), movable(input)
     if _stays_here(group, target):
         return _copied(target, source)
     return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=async_op)])
 
 
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
-    """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements)."""
+def reduce_scatter(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: RankGroup,
+    async_op: bool = False,
+    pieces: Sequence[int] | None = None,
+    scale: float = 1.0,
+) -> _Work:
+    """`output` (n elements) receives this rank's part of the sum of all `input`s (k*n elements), times `scale`.
+
+    Where parts differ in size, `pieces` tells the elements of each. `output` may be of another floating dtype: it is
+    the one that is summed in, unless that is half precision and can be summed better, and elements travel in the
+    narrower of both."""
     call = Call("reduce_scatter", group)
-    checks.check_reduce_scatter(call, output, input)
+    checks.check_reduce_scatter(call, output, input, pieces, scatters_uneven())
     target, source = _summable(output), _summable(input)
-    if _stays_here(group, target):
-        return _copied(target, source)
+    if group.size == 1 or source.numel() == 0:
+        copy_(target, source, scale)
+        return _DONE
     if source.device.type == "cpu":
-        return _exchange_and_sum(call, target, source, async_op)
-    summed = source.to(_summed_in(source))
-    total = torch.empty_like(target, dtype=summed.dtype) if summed.dtype != target.dtype else target
-    return _launch(
-        call,
-        async_op,
-        lambda: [_reduce_scatter_single(total, summed, group=group.handle, async_op=async_op)],
-        finish=None if total is target else lambda: target.copy_(total),
-    )
+        counts = [source.numel() // input.numel() * count for count in pieces] if pieces else None
+        return _launch(call, async_op, *exchange_and_sum(target, source, counts, scale, group))
+    return _reduce_on_device(call, target, source, scale, async_op)
 
 
 def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -> _Work:
@@ -141,7 +162,7 @@ def broadcast(tensor: torch.Tensor, source: int, group: RankGroup, async_op: boo
     """Overwrite `tensor` with that of global rank `source`."""
     call = Call("broadcast", group)
     checks.check_broadcast(call, tensor, source)
-    target = _movable(tensor)
+    target = movable(tensor)
     if _stays_here(group, target):
         return _DONE
     return _launch(call, async_op, lambda: [dist.broadcast(target, source, group=group.handle, async_op=async_op)])
@@ -159,7 +180,7 @@ def all_to_all(
     Splits are element counts (zero allowed), equal when not given."""
     call = Call("all_to_all", group)
     checks.check_all_to_all(call, output, input, output_splits, input_splits)
-    target, source = _movable(output), _movable(input)
+    target, source = movable(output), movable(input)
     if group.size == 1:
         return _copied(target, source)
     scale = input.element_size() // source.element_size()  # 1, or bytes
@@ -177,7 +198,7 @@ def send(tensor: torch.Tensor, destination: int, group: RankGroup, async_op: boo
     """Send to global rank `destination`. Sends and receives of a pair match in order; there are no tags."""
     call = Call("send", group)
     checks.check_peer(call, tensor, "destination", destination)
-    source = _movable(tensor)
+    source = movable(tensor)
     return _launch(call, async_op, lambda: [dist.isend(source, destination, group=group.handle)])
 
 
@@ -185,7 +206,7 @@ def receive(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool 
     """Receive into `tensor` from global rank `source`."""
     call = Call("receive", group)
     checks.check_peer(call, tensor, "source", source)
-    target = _movable(tensor)
+    target = movable(tensor)
     return _launch(call, async_op, lambda: [dist.irecv(target, source, group=group.handle)])
 
 
@@ -246,23 +267,22 @@ def _launch(
     return work
 
 
-def _exchange_and_sum(call: Call, target: torch.Tensor, source: torch.Tensor, async_op: bool) -> _Work:
-    """Reduce-scatter in which every rank sends each piece straight to the rank that sums it, in rank order."""
-    group = call.group
-    pieces = torch.empty_like(source)
-
-    def finish() -> None:
-        rows = pieces.view(group.size, -1)
-        total = rows[0].to(wide(target.dtype), copy=True)
-        for row in rows[1:]:
-            total += row.to(total.dtype)
-        target.copy_(total)
-
+def _reduce_on_device(call: Call, target: torch.Tensor, source: torch.Tensor, scale: float, async_op: bool) -> _Work:
+    """The library's reduce-scatter. The scale goes along with a cast, or the library takes it, or the result does."""
+    group, precision = call.group, _summed_in(target)
+    op = dist.ReduceOp.SUM
+    if source.dtype != precision:
+        cast = torch.empty_like(source, dtype=precision)
+        copy_(cast, source, scale)
+        source, scale = cast, 1.0
+    elif scale != 1.0 and dist.get_backend(group.handle) == "nccl":
+        op, scale = dist.ReduceOp.PREMUL_SUM(scale), 1.0
+    total = target if target.dtype == precision else torch.empty_like(target, dtype=precision)
     return _launch(
         call,
         async_op,
-        lambda: [dist.all_to_all_single(_movable(pieces), _movable(source), group=group.handle, async_op=async_op)],
-        finish,
+        lambda: [_reduce_scatter_single(total, source, op=op, group=group.handle, async_op=async_op)],
+        finish=None if total is target and scale == 1.0 else lambda: copy_(target, total, scale),
     )
 
 
@@ -277,20 +297,9 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> _Work:
     return _DONE
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous tensor: 1-D over the same memory, without history."""
-    return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as `_flat` gives them, or their bytes."""
-    flat = _flat(tensor)
-    return flat if flat.dtype in _MOVABLE else flat.view(torch.uint8)
-
-
 def _summable(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as `_flat` gives them, complex numbers as their parts, which are summed alike."""
-    flat = _flat(tensor)
+    flat = flat_memory(tensor)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

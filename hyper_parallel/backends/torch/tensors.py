@@ -129,11 +129,16 @@ def reads_parts_in_place() -> bool:
 
 
 @torch.no_grad()
-def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast."""
+def copy_(target: torch.Tensor, source: torch.Tensor, factor: float = 1.0) -> None:
+    """Overwrite `target` (of any strides, possibly an alias) with `source` of the same number of elements, cast, and
+    multiplied on the way."""
     if target.numel() != source.numel():  # torch would repeat a single element
         raise LayoutError(f"can't copy shape {tuple(source.shape)} into shape {tuple(target.shape)}: sizes differ")
-    target.copy_(source.reshape(target.shape))
+    source = source.reshape(target.shape)
+    if factor == 1.0:
+        target.copy_(source)
+    else:  # an operator computes in the dtype of its operands, whatever it writes to
+        torch.mul(source.to(torch.promote_types(source.dtype, target.dtype)), factor, out=target)
 
 
 @torch.no_grad()

@@ -172,20 +172,35 @@ class InProcessCollectives(JoinedRank):
         """See `core.backend.Collectives`."""
         return self._job.groups(partition, lambda ranks, index: self._world.meeting(ranks))
 
-    def all_gather(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> Done:
+    def all_gather(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: RankGroup,
+        async_op: bool = False,
+        pieces: Sequence[int] | None = None,
+    ) -> Done:
         """See `core.backend.Collectives`."""
         call = Call("all_gather", group)
-        checks.check_all_gather(call, output, input)
-        pieces = self._exchange(call, input)
-        return self._join(call, output, pieces)
+        checks.check_all_gather(call, output, input, pieces)
+        return self._join(call, output, self._exchange(call, input))
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> Done:
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: RankGroup,
+        async_op: bool = False,
+        pieces: Sequence[int] | None = None,
+        scale: float = 1.0,
+    ) -> Done:
         """See `core.backend.Collectives`. Contributions are summed in rank order."""
         call = Call("reduce_scatter", group)
-        checks.check_reduce_scatter(call, output, input)
-        alias, numel = self._tensors.alias, output.numel()
-        rows = [alias(whole, group.index * numel, (numel,)) for whole in self._exchange(call, input)]
-        return self._sum(call, output, rows)
+        checks.check_reduce_scatter(call, output, input, pieces)
+        numel = output.numel()
+        start = sum(pieces[: group.index]) if pieces else group.index * numel
+        rows = [self._tensors.alias(whole, start, (numel,)) for whole in self._exchange(call, input)]
+        return self._sum(call, output, rows, scale)
 
     def all_reduce(self, tensor: Tensor, group: RankGroup, async_op: bool = False) -> Done:
         """See `core.backend.Collectives`. Contributions are summed in rank order."""
@@ -282,11 +297,20 @@ class InProcessCollectives(JoinedRank):
         self._leave(call)
         return DONE
 
-    def _sum(self, call: Call, output: Tensor, rows: Sequence[Tensor]) -> Done:
-        if not output.numel():
+    def _sum(self, call: Call, output: Tensor, rows: Sequence[Tensor], scale: float = 1.0) -> Done:
+        numel = output.numel()
+        if not numel:
             self._leave(call)
             return DONE
-        total = self._tensors.reduce_rows(self._tensors.concatenate(rows, 0), len(rows), "sum")
+        tensors, total = self._tensors, rows[0]
+        if len(rows) > 1:
+            table = tensors.buffer(output, len(rows) * numel)
+            for index, row in enumerate(rows):
+                tensors.copy_(tensors.alias(table, index * numel, (numel,)), row)
+            if tensors.dtype_name(table) in ("float16", "bfloat16"):  # to be rounded once, after it is scaled
+                halves, table = table, tensors.empty(table.shape, "float32")
+                tensors.copy_(table, halves)
+            total = tensors.reduce_rows(table, len(rows), "sum")
         self._leave(call)  # the output may be what others read
-        self._tensors.copy_(self._tensors.flat(output), total)
+        tensors.copy_(tensors.flat(output), total, scale)
         return DONE

@@ -46,3 +46,11 @@ class JoinedRank:
     def world(self) -> RankGroup:
         """The group of all ranks."""
         return self._job.world
+
+    def gathers_uneven(self) -> bool:
+        """Always: no library stands in between."""
+        return True
+
+    def scatters_uneven(self) -> bool:
+        """Always, likewise."""
+        return True

@@ -21,14 +21,29 @@ class OneRankCollectives(JoinedRank):
         """See `core.backend.Collectives`."""
         return self._job.groups(partition, lambda ranks, index: None)
 
-    def all_gather(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> Done:
+    def all_gather(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: RankGroup,
+        async_op: bool = False,
+        pieces: Sequence[int] | None = None,
+    ) -> Done:
         """See `core.backend.Collectives`."""
-        checks.check_all_gather(Call("all_gather", group), output, input)
+        checks.check_all_gather(Call("all_gather", group), output, input, pieces)
         return DONE
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, group: RankGroup, async_op: bool = False) -> Done:
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        group: RankGroup,
+        async_op: bool = False,
+        pieces: Sequence[int] | None = None,
+        scale: float = 1.0,
+    ) -> Done:
         """See `core.backend.Collectives`."""
-        checks.check_reduce_scatter(Call("reduce_scatter", group), output, input)
+        checks.check_reduce_scatter(Call("reduce_scatter", group), output, input, pieces)
         return DONE
 
     def all_reduce(self, tensor: Tensor, group: RankGroup, async_op: bool = False) -> Done:

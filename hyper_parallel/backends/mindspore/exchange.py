@@ -1,0 +1,114 @@
+"""What mccl lacks on a CPU, made of its messages and its gather: data as bytes, sums in rank order."""
+
+from __future__ import annotations
+
+from typing import Iterator, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore.mint import distributed as dist
+
+from hyper_parallel.backends.mindspore.tensors import memory, wide
+from hyper_parallel.core.job import RankGroup
+
+_BLOCK = 1 << 16  # elements that are summed and scaled while they are in a core's cache
+_SUMS = ("float32", "int8", "int16", "int32", "int64")  # dtypes that mccl sums exactly
+
+
+def as_bytes(tensor: ms.Tensor) -> np.ndarray:
+    return memory(tensor).view(np.uint8)
+
+
+def send_bytes(data: np.ndarray, destination: int, group: RankGroup) -> None:
+    dist.isend(ms.from_numpy(data), destination, group.handle)
+
+
+def receive_bytes(into: np.ndarray, source: int, group: RankGroup) -> None:
+    dist.irecv(ms.from_numpy(into), source, group.handle)
+
+
+def gather_bytes(output: np.ndarray, input: np.ndarray, group: RankGroup) -> None:
+    parts = [ms.from_numpy(part) for part in np.split(output, group.size)]
+    dist.all_gather(parts, ms.from_numpy(input), group.handle)
+
+
+def sum_in_place(elements: np.ndarray, group: RankGroup) -> None:
+    if elements.dtype.name in _SUMS:
+        dist.all_reduce(ms.from_numpy(elements), group=group.handle)
+    elif (widened := wide(elements)) is not elements:
+        dist.all_reduce(ms.from_numpy(widened), group=group.handle)
+        elements[...] = widened
+    else:
+        everyone = np.empty((group.size, elements.size), elements.dtype)
+        gather_bytes(everyone.reshape(-1).view(np.uint8), elements.view(np.uint8), group)
+        elements[...] = everyone.sum(axis=0, dtype=elements.dtype)
+
+
+def gather_pieces(output: ms.Tensor, input: ms.Tensor, pieces: Sequence[int], group: RankGroup) -> None:
+    """A gather of pieces of different sizes: every rank sends its own to each other."""
+    places = np.split(as_bytes(output), np.cumsum(pieces)[:-1] * output.itemsize)
+    own = as_bytes(input)
+    for member in _others(group):
+        if own.size:
+            send_bytes(own, group.ranks[member], group)
+    places[group.index][...] = own
+    for member in _others(group):
+        if places[member].size:
+            receive_bytes(places[member], group.ranks[member], group)
+
+
+def exchange_and_sum(
+    output: np.ndarray, input: np.ndarray, counts: Sequence[int], scale: float, group: RankGroup
+) -> None:
+    """Every rank sends each piece to the rank that sums it, which does so in rank order."""
+    if input.itemsize > output.itemsize:
+        input = input.astype(output.dtype)
+    sent = np.split(input, np.cumsum(counts)[:-1])
+    for member in _others(group):
+        if sent[member].size:
+            send_bytes(sent[member].view(np.uint8), group.ranks[member], group)
+    if not output.size:
+        return
+    rows = [
+        sent[member] if member == group.index else np.empty(output.size, input.dtype) for member in range(group.size)
+    ]
+    if np.may_share_memory(rows[group.index], output):
+        rows[group.index] = rows[group.index].copy()
+    for member in _others(group):
+        receive_bytes(rows[member].view(np.uint8), group.ranks[member], group)
+    _sum_rows(output, rows, scale)
+
+
+def _sum_rows(target: np.ndarray, rows: Sequence[np.ndarray], scale: float) -> None:
+    """`target` becomes the sum of several rows, one after the other, times `scale`; half precision in float32."""
+    precision = wide(target[:0]).dtype
+    for start in range(0, target.size, _BLOCK):
+        first, second, *others = (wide(row[start : start + _BLOCK]) for row in rows)
+        part = target[start : start + _BLOCK]
+        total = part if part.dtype == precision else np.empty(part.size, precision)
+        np.add(first, second, out=total, dtype=precision)
+        for row in others:
+            total += row
+        if scale != 1.0:
+            total *= precision.type(scale)
+        if total is not part:
+            part[...] = total
+
+
+def exchange(
+    output: ms.Tensor, input: ms.Tensor, output_splits: list[int], input_splits: list[int], group: RankGroup
+) -> None:
+    sent = np.split(as_bytes(input), np.cumsum(input_splits)[:-1] * input.itemsize)
+    received = np.split(as_bytes(output), np.cumsum(output_splits)[:-1] * output.itemsize)
+    for member in _others(group):
+        if sent[member].size:
+            send_bytes(sent[member], group.ranks[member], group)
+    received[group.index][...] = sent[group.index]
+    for member in _others(group):
+        if received[member].size:
+            receive_bytes(received[member], group.ranks[member], group)
+
+
+def _others(group: RankGroup) -> Iterator[int]:
+    """The other places of the group, from the next one on, so that the ranks do not all send to the same one first."""
+    return ((group.index + distance) % group.size for distance in range(1, group.size))

@@ -1,0 +1,87 @@
+"""What gloo lacks on a CPU: a reduce-scatter that sends no more than it has to, and tensors as it can move them."""
+
+from __future__ import annotations
+
+from typing import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hyper_parallel.backends.torch.tensors import wide
+from hyper_parallel.core.job import RankGroup
+
+_EXCHANGE_TAG = 1  # keeps the messages of a composed collective apart from those of `send`
+_BLOCK = 1 << 16  # elements that are summed and scaled while they are in a core's cache
+# What every communication library moves; anything else travels as bytes.
+_MOVABLE = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+
+
+def exchange_and_sum(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    pieces: Sequence[int] | None,
+    scale: float,
+    group: RankGroup,
+) -> tuple[Callable[[], list[dist.Work]], Callable[[], None]]:
+    """A reduce-scatter between 1-D tensors in which every rank sends each piece straight to the rank that sums it, in
+    rank order: what starts it, and what is left to do when all of that has come to an end.
+
+    Receives are posted first: gloo's notice that one is ready would queue up behind what is being sent."""
+    if source.element_size() > target.element_size():
+        source = source.to(target.dtype)
+    sent = list(torch.split(source, list(pieces or [target.numel()] * group.size)))
+    own = sent.pop(group.index)
+    if _overlap(own, target):
+        own = own.clone()
+    received = list(torch.empty((group.size - 1, target.numel()), dtype=source.dtype))
+    others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
+
+    def start() -> list[dist.Work]:
+        how = {"group": group.handle, "tag": _EXCHANGE_TAG}
+        receives = [dist.irecv(movable(row), rank, **how) for row, rank in zip(received, others) if row.numel()]
+        return receives + [dist.isend(movable(row), rank, **how) for row, rank in zip(sent, others) if row.numel()]
+
+    rows = [*received[: group.index], own, *received[group.index :]]
+    return start, lambda: _sum_rows(target, rows, scale)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    start, stop = other.data_ptr(), other.data_ptr() + other.nbytes
+    return one.data_ptr() < stop and start < one.data_ptr() + one.nbytes
+
+
+def _sum_rows(target: torch.Tensor, rows: Sequence[torch.Tensor], scale: float) -> None:
+    """`target` becomes the sum of several rows, one after the other, times `scale`; half precision in float32."""
+    precision = wide(target.dtype)
+    for start in range(0, target.numel(), _BLOCK):
+        first, second, *others = (row[start : start + _BLOCK] for row in rows)
+        part = target[start : start + _BLOCK]
+        total = part if part.dtype == precision else torch.empty_like(part, dtype=precision)
+        torch.add(first.to(precision), second, out=total)
+        for row in others:
+            total += row
+        if scale != 1.0:
+            total *= scale
+        if total is not part:
+            part.copy_(total)
+
+
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor: 1-D over the same memory, without history."""
+    return tensor.data if tensor.dim() == 1 else tensor.data.view(-1)
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as `flat_memory` gives them, or their bytes."""
+    flat = flat_memory(tensor)
+    return flat if flat.dtype in _MOVABLE else flat.view(torch.uint8)
