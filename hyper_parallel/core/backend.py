@@ -289,6 +289,9 @@ class Autograd(Protocol):
     def no_grad(self) -> ContextManager[None]:
         """Record nothing inside."""
 
+    def enable_grad(self) -> ContextManager[None]:
+        """Record inside, in a backward pass too."""
+
     def requires_grad(self, tensor: Tensor) -> bool:
         """Tell whether `tensor` is the result of a recorded operation, so that a gradient flows through it. A leaf is
         none: its gradient can be complete before those of other things that a module computes."""

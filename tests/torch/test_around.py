@@ -26,7 +26,7 @@ def test_a_tensor_that_nothing_changes_counts_among_the_contracts():
             backend=backend,
             modules={"block": nn.Identity()},
             boundaries={"block": planned},
-            plan=SimpleNamespace(mesh=DeviceMesh((2,), ("tensor",))),
+            plan=SimpleNamespace(mesh=DeviceMesh((2,), ("tensor",)), boundaries=(planned,)),
             ranks=2,
             place=backend.collectives.rank(),
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, Callable, ContextManager, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Sequence
 
 import mindspore as ms
 from mindspore.common._grad_function import _Function
@@ -23,6 +24,19 @@ def grad_enabled() -> bool:
 def no_grad() -> ContextManager[None]:
     """See `core.backend.Autograd`."""
     return ms._no_grad()
+
+
+@contextmanager
+def enable_grad() -> Iterator[None]:
+    """See `core.backend.Autograd`. As MindSpore's own recompute does it."""
+    before = _engine.grad_flag(), _engine.enable_grad()
+    _engine.set_grad_flag(True)
+    _engine.set_enable_grad(True)
+    try:
+        yield
+    finally:
+        _engine.set_grad_flag(before[0])
+        _engine.set_enable_grad(before[1])
 
 
 def requires_grad(tensor: Tensor) -> bool:

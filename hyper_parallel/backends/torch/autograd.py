@@ -24,6 +24,11 @@ def no_grad() -> ContextManager[None]:
     return torch.no_grad()
 
 
+def enable_grad() -> ContextManager[None]:
+    """See `core.backend.Autograd`."""
+    return torch.enable_grad()
+
+
 def requires_grad(tensor: Tensor) -> bool:
     """See `core.backend.Autograd`."""
     return tensor.grad_fn is not None

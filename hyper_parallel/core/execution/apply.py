@@ -116,7 +116,7 @@ def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | No
     if following is not None:
         held = {each.name: replace(held[each.name], shown=following.shown(each)) for each in plan.parameters}
     adaptations.apply()
-    hooks = [boundary.attach() for boundary in (following or Maker(facts)).boundaries(adaptations)]
+    hooks = (following or Maker(facts)).hooks(adaptations)
     for unit in plan.units:
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]

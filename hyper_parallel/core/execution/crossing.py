@@ -9,44 +9,14 @@ from typing import Mapping
 
 from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.errors import ContractError
+from hyper_parallel.core.execution.tokens import Sequences, Tokens
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.plan.contracts import FEATURES, SEQUENCE, Contract
-from hyper_parallel.core.regions import chunk_bounds
 from hyper_parallel.core.replay import Redistribution, redistribution
 
 WHOLE = Replicate()
-
-
-class Tokens:
-    """How many samples and tokens of each a part of a sequence belongs to.
-
-    A local part does not tell the whole length where it does not divide evenly. Every sequence is cut by a crossing,
-    which notes what it cuts; crossings that meet a part look it up.
-    """
-
-    def __init__(self, ranks: int = 1, place: int = 0):
-        self._ranks = ranks
-        self._place = place
-        self._length_of_part: dict[int, int] = {}
-        self._samples_of_rows: dict[int, int] = {}
-        self._samples_of_part_rows: dict[int, int] = {}
-
-    def note(self, samples: int, length: int) -> None:
-        """A sequence is being cut."""
-        start, stop = chunk_bounds(length, self._ranks, self._place)
-        self._length_of_part[stop - start] = length
-        self._samples_of_rows[samples * length] = samples
-        self._samples_of_part_rows[samples * (stop - start)] = samples
-
-    def length(self, part: int) -> int:
-        """Tokens of the sequence of which `part` are here, the latest one; what divides evenly where none was cut."""
-        return self._length_of_part.get(part, part * self._ranks)
-
-    def samples(self, rows: int, cut: bool) -> int | None:
-        """Samples in `rows` flattened tokens of whole sequences, or of parts of them; None where none was cut."""
-        return (self._samples_of_part_rows if cut else self._samples_of_rows).get(rows)
 
 
 class Crossing:
@@ -76,41 +46,34 @@ class Crossing:
             ContractError: `local` is not of a shape that the contract speaks of.
         """
         shape = tuple(local.shape)
-        tokens = self._tokens_of(shape) if self._cut_before or self._cut_after else None
-        run = self._compiled.get((shape, tokens))
-        if run is None:
-            run = self._compiled[shape, tokens] = self._compile(shape, tokens)
-        return run(local, self._where)
-
-    def _tokens_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Samples, and tokens of each, of the whole that a local tensor is a part of."""
-        if len(shape) > 2:
-            if self._cut_before:
-                return shape[0], self._tokens.length(shape[1])
-            self._tokens.note(*shape[:2])
-            return shape[0], shape[1]
-        rows = shape[0]
-        samples = self._tokens.samples(rows, self._cut_before)
-        if samples is None:
-            raise ContractError(
-                f"{self._where} is {list(shape)}, tokens of all samples in a row, and nothing tells how many samples; "
-                "pass it as [samples, tokens, features], or run the whole model"
-            )
-        part = rows // samples
-        return samples, self._tokens.length(part) if self._cut_before else part
-
-    def _compile(self, shape: tuple[int, ...], tokens: tuple[int, int] | None) -> Redistribution:
-        contract = self._contract
         if len(shape) not in (2, 3):
             raise ContractError(
-                f"{self._where} has the shape {list(shape)}; the plan speaks of [samples, tokens, {contract.size}]"
+                f"{self._where} has the shape {list(shape)}; the plan speaks of "
+                f"[samples, tokens, {self._contract.size}]"
             )
-        flattened = len(shape) == 2
+        whole = self._sequences_in(shape) if self._cut_before or self._cut_after else None
+        run = self._compiled.get((shape, whole))
+        if run is None:
+            run = self._compiled[shape, whole] = self._compile(shape, whole)
+        return run(local, self._where)
+
+    def _sequences_in(self, shape: tuple[int, ...]) -> Sequences:
+        """The whole sequences that a local tensor is, or is a part of."""
+        if len(shape) == 2:
+            return self._tokens.of_rows(shape[0], self._cut_before, self._where)
+        if self._cut_before:
+            return self._tokens.of_part(shape[0], shape[1], self._where)
+        whole = Sequences(shape[0], shape[1])
+        self._tokens.cut(whole)
+        return whole
+
+    def _compile(self, shape: tuple[int, ...], sequences: Sequences | None) -> Redistribution:
+        contract, flattened = self._contract, len(shape) == 2
+        samples, length = sequences or (1, 1)
         whole = list(shape)
-        if tokens is not None:
-            whole[: len(shape) - 1] = [tokens[0] * tokens[1]] if flattened else tokens
+        if sequences is not None:
+            whole[:-1] = [samples * length] if flattened else sequences
         whole[-1] = contract.size
-        samples = tokens[0] if tokens else 1
         sides = contract.before, contract.source_gradient, contract.after, contract.gradient
         before, source_gradient, after, gradient = (self._placed(side, flattened, samples) for side in sides)
         source = Layout(self._mesh, before, whole, gradient=source_gradient)

@@ -144,11 +144,18 @@ class Unit:
     def _recorded(self) -> tuple[list[ShardedParameter], list[Tensor]]:
         """What is trainable now, with a history.
 
-        One node serves all calls until it has run, so a unit is reduced once.
+        One node serves all calls until it has run, so a unit is reduced once. A checkpoint that computes its calls
+        again one after the other, each with a backward of its own, runs it once for each.
         """
         autograd = self.backend.autograd
-        if not autograd.grad_enabled():
-            return self._attached if self._attached is not None and autograd.in_backward() else ([], [])
+        if autograd.grad_enabled():
+            return self._attach()
+        if not autograd.in_backward():
+            return [], []
+        with autograd.enable_grad():
+            return self._attach()
+
+    def _attach(self) -> tuple[list[ShardedParameter], list[Tensor]]:
         trainable = [each for each in self._served if self.backend.modules.is_trainable(each.parameter)]
         if not trainable:
             return [], []
@@ -158,7 +165,8 @@ class Unit:
                 return self._reduce(trainable, gradients)
 
             fulls = [each.full() for each in trainable]
-            self._attached = trainable, autograd.attach([each.parameter for each in trainable], fulls, reduce)
+            parameters = [each.parameter for each in trainable]
+            self._attached = trainable, self.backend.autograd.attach(parameters, fulls, reduce)
         return self._attached
 
     def _reduce(self, parameters: list[ShardedParameter], gradients: list[Tensor | None]) -> list[Tensor]:

@@ -135,8 +135,7 @@ class _Run:
             if boundary.kind in DEPENDS_ON_VALUES or boundary.region == "opaque":
                 self._trust_if_needed(boundary.module)
         self._found.apply()
-        hooks = [boundary.attach() for boundary in self.following.boundaries(self._found)]
-        hooks += self.following.paths()
+        hooks = self.following.hooks(self._found) + self.following.paths()
         try:
             self._forward_and_backward()
         finally:
