@@ -40,6 +40,7 @@ _WHERE = {
     "check_gradients": "api",
     "GradientReport": "core.equivalence.report",
     "fully_shard": "api",
+    "fully_sharded": "api",
     "restore": "api",
     "layout_of": "api",
     "trainable_parameters": "api",

@@ -16,6 +16,7 @@ from hyper_parallel.core.execution import loss
 from hyper_parallel.core.execution.apply import Execution, apply_plan, execution_of
 from hyper_parallel.core.execution.apply import restore as restore_model
 from hyper_parallel.core.fsdp import build, clip
+from hyper_parallel.core.fsdp.controls import FullySharded, handle_of
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
@@ -186,7 +187,7 @@ def check_gradients(
 
 
 def fully_shard(
-    module: Module,
+    module: Module | list[Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -194,14 +195,15 @@ def fully_shard(
     mp_policy: Any = None,
     offload_policy: Any = None,
     ignored_params: Iterable[Parameter] | None = None,
+    replicate_params: Iterable[Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Module:
+) -> Module | list[Module]:
     """Shard the parameters of a module fully, as PyTorch's `fully_shard` does, on either backend.
 
     The parameters below `module` that no inner unit holds become one unit: gathered before the module's forward,
     freed after it, gathered again in backward; gradients are reduce-scattered over the `shard` axis, all-reduced over
     `replicate`, and are the mean over both. Call it on inner modules first, on the model last, with equal values on
-    every rank.
+    every rank. The module then has the methods of `fully_sharded(module)`.
 
     What a module computes from its parameters must leave it through its outputs (tensors, or tuples, lists, mappings
     and dataclasses of them): a tensor left on an attribute is not seen, and its backward would find the parameters
@@ -210,39 +212,57 @@ def fully_shard(
     see the parameters.
 
     Args:
-        module: a `torch.nn.Module` or `mindspore.nn.Cell`, changed in place and returned.
-        mesh: axes `replicate` and `shard`; by default all ranks on `shard`.
+        module: a `torch.nn.Module` or `mindspore.nn.Cell`, changed in place and returned; or a list of them that become
+            one unit, gathered before the first of them runs and freed after the last.
+        mesh: axes `replicate` and `shard`; by default all ranks on `shard`. Each unit may have its own, all over the
+            same ranks: those of the job, or a part of them that trains a model of its own.
         reshard_after_forward: free the full parameters between forward and backward. By default yes, except for the
-            outermost unit, which is needed again at once.
+            outermost unit, which is needed again at once. A number, a divisor of the size of `shard`, keeps a part:
+            neighbours, so many of them, gather from one another in backward.
         shard_placement_fn: for a parameter (whole), the `Shard(dim)` to use, or None for `Shard(0)`. A dim other than
             0 costs a copy for each gather and each reduce-scatter.
         ignored_params: parameters to leave as they are.
+        replicate_params: parameters to keep whole on every rank; their gradients are all-reduced.
+        dp_mesh_dims: `{"shard": names, "replicate": names}`, or an object with these attributes: the axes of `mesh` to
+            take for each, one name or several that are joined.
 
     Raises:
-        ConfigError: an argument that this version does not offer (`mp_policy`, `offload_policy`, `dp_mesh_dims`, a
-            number for `reshard_after_forward`), a module that is a unit already, a parameter that another unit
-            holds, has no values, or is kept in a list beside the registry.
-        LayoutError: a mesh that does not hold every rank in order, or a dim that a parameter does not have.
+        ConfigError: an argument that this version does not offer (`mp_policy`, `offload_policy`), a number that does
+            not divide the ranks of `shard`, a module that is a unit already or has an attribute by the name of a method
+            of units, a parameter that another unit holds, has no values, or is kept in a list beside the registry.
+        LayoutError: a mesh without this rank or not in ascending order, or a dim that a parameter does not have.
     """
     for name, value in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
         if value is not None:
             raise ConfigError(
                 f"fully_shard: {name} is not offered yet, parameters and gradients keep their dtype and device"
             )
-    if dp_mesh_dims is not None:
-        raise ConfigError(
-            "fully_shard: dp_mesh_dims is not needed, the mesh axes 'replicate' and 'shard' say it by name"
-        )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ConfigError(
-            f"fully_shard: reshard_after_forward is {reshard_after_forward!r}; True, False or None is offered, "
-            "resharding to a smaller group is not"
-        )
-    if isinstance(module, (list, tuple)):
-        raise ConfigError("fully_shard takes one module; call it on each module of the list, or on their parent")
-    backend = backends.of_model(module)
-    build.fully_shard(backend, module, mesh, reshard_after_forward, shard_placement_fn, ignored_params or ())
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ConfigError("fully_shard: the list of modules is empty")
+    backend = [backends.of_model(each) for each in modules][0]
+    build.fully_shard(
+        backend,
+        modules,
+        mesh,
+        reshard_after_forward,
+        shard_placement_fn,
+        ignored_params or (),
+        replicate_params or (),
+        dp_mesh_dims,
+    )
     return module
+
+
+def fully_sharded(module: Module) -> FullySharded:
+    """The handle of the unit on a module: PyTorch's methods of an `FSDPModule`, on either backend.
+
+    The module has the same methods as attributes, where the model's code may look for them.
+
+    Raises:
+        ConfigError: the module is no unit.
+    """
+    return handle_of(module)
 
 
 def restore(model: Module) -> Module:
@@ -279,7 +299,8 @@ def value_and_grad(
 ) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:
     """`function`, returning its value and the gradients of `parameters`, on either backend.
 
-    Gradients of sharded parameters are the local shards of the mean over all ranks.
+    Gradients of sharded parameters are the local shards of the mean over all ranks. Those of a backward that only
+    accumulates (`set_requires_gradient_sync(False)` and its like) are None; the one that reduces returns the whole sum.
     """
     if not parameters:
         raise ConfigError("value_and_grad: there is no parameter to take a gradient of")

@@ -312,7 +312,7 @@ class Autograd(Protocol):
         self,
         parameters: Sequence[Parameter],
         fulls: Sequence[Tensor],
-        on_gradients: Callable[[list[Tensor | None]], list[Tensor]],
+        on_gradients: Callable[[list[Tensor | None]], Iterable[Tensor]],
     ) -> list[Tensor]:
         """Tensors over the storage of `fulls` whose gradients flow to `parameters` through one node.
 
@@ -361,7 +361,8 @@ class Autograd(Protocol):
     ) -> Callable[..., tuple[Tensor, list[Tensor | None]]]:
         """`function`, returning (value, gradients of `parameters`); nothing is left on the parameters.
 
-        `function` returns a scalar tensor. An unused parameter's gradient is None or zeros, as the framework has it."""
+        `function` returns a scalar tensor. An unused parameter's gradient is None or zeros, as the framework has it.
+        That of an attached one is what `deliver` has brought meanwhile, None where it has brought nothing."""
 
 
 class ParameterUse(NamedTuple):

@@ -1,227 +1,401 @@
 """The schedule, driven by a recording runtime: order of events, waits, and what is gathered when."""
 
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.core.fsdp.schedule import Schedule
+from hyper_parallel.core.fsdp.order import Order
+from hyper_parallel.core.fsdp.schedule import Settings
+from tests.core.recording import Call, Engine, FakeReduction, FakeUnit, Interrupted
 
 
-@dataclass(eq=False)
-class FakeUnit:
-    name: str
-    reshard_after_forward: bool = True
-    needs_reduction: bool = True
+def flat(engine_settings=None, layers="12", **root):
+    """An engine, and one call of a root with a layer after the other; no gradient leaves the first one's input."""
+    units = {name: FakeUnit(name) for name in sorted(set(layers))}
+    root = FakeUnit("root", **{"reshard_after_forward": None, **root})
+    return Engine(engine_settings), Call(root, [Call(units[name]) for name in layers])
 
 
-@dataclass(eq=False)
-class FakeReduction:
-    unit: FakeUnit
-    state: str = "new"
+def story(engine, without=("wait gather",)):
+    """The events so far, without some; they are forgotten then."""
+    found = [event for event in engine.events if not event.startswith(without)]
+    engine.events.clear()
+    return found
 
 
-@dataclass
-class Recorder:
-    """A runtime that writes down what it is told, and refuses what makes no sense."""
-
-    events: list = field(default_factory=list)
-    gathering: set = field(default_factory=set)
-    gathered: set = field(default_factory=set)
-    backward: bool = False
-    callbacks: list = field(default_factory=list)
-
-    def issue_gather(self, unit):
-        assert unit.name not in self.gathering | self.gathered
-        self.gathering.add(unit.name)
-        self.events.append(f"gather {unit.name}")
-
-    def wait_gather(self, unit):
-        self.gathering.remove(unit.name)
-        self.gathered.add(unit.name)
-
-    def free(self, unit):
-        self.gathered.remove(unit.name)
-        self.events.append(f"free {unit.name}")
-
-    def _step(self, reduction, before, after, event):
-        assert reduction.state == before, f"{event} {reduction.unit.name}"
-        reduction.state = after
-        self.events.append(f"{event} {reduction.unit.name}")
-
-    def issue_reduce_scatter(self, reduction):
-        self._step(reduction, "new", "scattering", "issue RS")
-
-    def wait_reduce_scatter(self, reduction):
-        self._step(reduction, "scattering", "scattered", "wait RS")
-
-    def issue_all_reduce(self, reduction):
-        self._step(reduction, "scattered", "reducing", "issue AR")
-
-    def wait_all_reduce(self, reduction):
-        self._step(reduction, "reducing", "reduced", "wait AR")
-
-    def settle(self, reduction):
-        before = "reduced" if reduction.unit.needs_reduction else "new"
-        self._step(reduction, before, "settled", "settle")
-
-    def in_backward(self):
-        return self.backward
-
-    def call_at_end_of_backward(self, callback):
-        self.callbacks.append(callback)
-
-
-class Model:
-    """A root with blocks that are called in a given order, as the engine would run them."""
-
-    def __init__(self, blocks, reshard_root=False, reductions=True):
-        self.runtime = Recorder()
-        self.schedule = Schedule(self.runtime)
-        self.root = FakeUnit("root", reshard_root)
-        self.blocks = {name: FakeUnit(name, needs_reduction=reductions) for name in blocks}
-        self.root.needs_reduction = reductions
-
-    def forward(self, calls, recording=True):
-        self.schedule.before_root_forward()
-        self.schedule.before_forward(self.root)
-        for name in calls:
-            self.schedule.before_forward(self.blocks[name])
-            assert {name, "root"} <= self.runtime.gathered
-            self.schedule.after_forward(self.blocks[name], recording)
-        self.schedule.after_forward(self.root, recording)
-
-    def backward(self, calls, input_gradients=True):
-        """Every block is reduced when its first call (the last in backward) is through."""
-        self.runtime.backward = True
-        self.schedule.before_backward(self.root)
-        for index in reversed(range(len(calls))):
-            unit = self.blocks[calls[index]]
-            self.schedule.before_backward(unit)
-            assert {unit.name, "root"} <= self.runtime.gathered
-            if calls.index(unit.name) == index:
-                self.schedule.gradients_ready(FakeReduction(unit))
-            if input_gradients:
-                self.schedule.after_backward(unit)
-        self.schedule.gradients_ready(FakeReduction(self.root))
-        (callback,) = self.runtime.callbacks
-        callback()
-        self.runtime.callbacks.clear()
-        self.runtime.backward = False
-
-    @property
-    def events(self):
-        return self.runtime.events
+NO_PREFETCH = Settings(forward_prefetch_depth=0, backward_prefetch_depth=0)
+ALGORITHM_1 = [
+    "gather 2", "issue RS 2", "free 2",
+    "gather 1", "wait RS 2", "issue RS 1", "issue AR 2", "free 1",
+    "wait RS 1", "issue RS root", "issue AR 1", "free root",
+    "wait RS root", "issue AR root",
+    "wait AR 2", "settle 2", "wait AR 1", "settle 1", "wait AR root", "settle root",
+]  # fmt: skip
 
 
 def test_one_step_of_two_layers_reads_like_algorithm_1():
-    model = Model(["1", "2"])
-    model.forward(["1", "2"])
-    assert model.events == ["gather root", "gather 1", "free 1", "gather 2", "free 2"]
-    model.events.clear()
-    model.backward(["1", "2"])
-    assert model.events == [
-        "gather 2", "issue RS 2", "free 2",
-        "gather 1", "wait RS 2", "issue RS 1", "issue AR 2", "free 1",
-        "wait RS 1", "issue RS root", "issue AR 1",
-        "wait RS root", "issue AR root",
-        "wait AR 2", "settle 2", "wait AR 1", "settle 1", "wait AR root", "settle root",
-        "free root",
+    engine, model = flat(NO_PREFETCH)
+    engine.forward(model)
+    assert story(engine) == ["gather root", "gather 1", "free 1", "gather 2", "free 2"]
+    engine.backward(model)
+    assert story(engine) == ALGORITHM_1
+
+
+def test_backward_fetches_the_layer_before_while_a_layer_computes():
+    engine, model = flat(layers="123")
+    engine.forward(model)
+    assert story(engine) == ["gather root", "gather 1", "free 1", "gather 2", "free 2", "gather 3", "free 3"]
+    engine.backward(model)
+    found = [event for event in story(engine, without=()) if "gather" in event or "free" in event]
+    assert found == [
+        "gather 3", "wait gather 3", "gather 2",  # the root's backward fetches 3, that of 3 fetches 2
+        "free 3", "wait gather 2", "gather 1",
+        "free 2", "wait gather 1", "free 1", "free root",
     ]  # fmt: skip
 
 
-@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=8), st.booleans(), st.booleans(), st.integers(1, 3))
-def test_whatever_is_called_however_often_every_unit_is_reduced_once_and_freed(calls, reshard_root, inputs, steps):
-    model = Model(sorted(set(calls)), reshard_root)
-    for _ in range(steps):
-        model.events.clear()
-        model.forward(calls)
-        model.backward(calls, inputs)
-        assert not model.runtime.gathered
-        for name in ["root", *set(calls)]:
-            for event in ("issue RS", "wait RS", "issue AR", "wait AR", "settle"):
-                assert model.events.count(f"{event} {name}") == 1
-        waits = [index for index, event in enumerate(model.events) if event.startswith("wait AR")]
-        issues = [index for index, event in enumerate(model.events) if event.startswith("issue")]
-        assert min(waits) > max(issues), "nothing waits for the slow tier before the settlement"
+def test_forward_fetches_what_came_next_in_the_last_forward():
+    engine, model = flat(layers="123")
+    engine.forward(model, recording=False)
+    engine.events.clear()
+    engine.forward(model, recording=False)
+    assert story(engine, without=()) == [
+        "gather root", "wait gather root", "gather 1",
+        "wait gather 1", "gather 2", "free 1",
+        "wait gather 2", "gather 3", "free 2",
+        "wait gather 3", "free 3", "free root",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_no_more_units_are_whole_than_the_root_one_layer_and_those_ahead(depth):
+    engine, model = flat(Settings(depth, depth), layers="123456")
+    for _ in range(2):
+        engine.forward(model)
+        engine.backward(model)
+    assert engine.runtime.most == 2 + depth
+
+
+def test_what_a_unit_lists_is_fetched_instead_of_what_comes_next():
+    engine, model = flat(layers="1234")
+    one, two, three, four = (call.unit for call in model.calls)
+    model.unit.forward_prefetch, one.forward_prefetch, two.forward_prefetch = [one, two], [three], [four]
+    four.backward_prefetch = [three, two]
+    engine.forward(model)
+    gathers = [event for event in story(engine) if event.startswith("gather")]
+    assert gathers == ["gather root", "gather 1", "gather 2", "gather 3", "gather 4"]
+    assert engine.runtime.most == 4  # the root, 2, and 3 and 4 ahead
+    engine.backward(model)
+    gathers = [event for event in story(engine) if event.startswith("gather")]
+    assert gathers == ["gather 4", "gather 3", "gather 2", "gather 1"]
+
+
+def test_what_was_fetched_for_nothing_is_freed_at_the_end_of_forward_and_counted():
+    engine, model = flat(layers="123")
+    engine.forward(model, recording=False)
+    engine.events.clear()
+    model.calls.pop()
+    engine.forward(model, recording=False)
+    assert story(engine, without=())[-4:] == ["free 2", "free root", "wait gather 3", "free 3"]
+    assert engine.schedule.gathers.unused == 1
+
+
+def test_a_mistaken_fetch_in_backward_is_freed_at_the_settlement_and_counted():
+    engine, model = flat(layers="12")
+    engine.forward(model)
+    two = model.calls.pop()
+    engine.backward(model)
+    assert not engine.runtime.buffers
+    assert engine.schedule.gathers.unused == 1 and f"free {two.unit.name}" in engine.events
+
+
+def test_a_layer_that_needs_no_parameters_in_backward_is_not_gathered_for_it():
+    engine, model = flat(layers="12")
+    model.calls[0].unit.unshard_in_backward = False
+    engine.forward(model)
+    engine.events.clear()
+    engine.runtime.backward = True
+    engine.schedule.before_backward(model.unit)
+    for call in reversed(model.calls):
+        engine.schedule.before_backward(call.unit)
+        engine.schedule.gradients_ready(FakeReduction(call.unit))
+        engine.schedule.after_backward(call.unit)
+    engine.finish()
+    assert [event for event in story(engine) if event.startswith("gather")] == ["gather 2"]
+
+
+def test_a_part_is_kept_for_a_smaller_group_and_given_back_after_backward():
+    engine, model = flat(NO_PREFETCH, layers="1")
+    model.calls[0].unit.reshard_after_forward = 2
+    engine.forward(model)
+    engine.backward(model)
+    found = [event for event in story(engine) if event.endswith(" 1") and ("gather" in event or "free" in event)]
+    assert found == ["gather 1", "gather 1", "free 1"]
+    engine.forward(model)
+    engine.forward(model)  # no backward has come: the part is out of date
+    assert story(engine).count("free 1") == 1
+    engine.forward(model, recording=False)
+    assert "shrink 1" not in story(engine)
+
+
+# Random programs: units that are nested, shared, repeated and recomputed, called in steps that differ.
+
+
+@st.composite
+def programs(draw):
+    """Units, some with settings of their own, and a few programs over them, one for each step."""
+    reshards = st.sampled_from([True, True, False, 2])
+    units = [FakeUnit(name, draw(reshards)) for name in "abcde"]
+    for unit in units:
+        unit.forward_prefetch = draw(st.lists(st.sampled_from(units), max_size=2, unique=True))
+        unit.backward_prefetch = draw(st.lists(st.sampled_from(units), max_size=2, unique=True))
+        unit.reshard_after_backward = draw(st.booleans()) or draw(st.booleans())
+
+    def call(unit, depth):
+        below = [each for each in units if each is not unit] if depth else []
+        chosen = draw(st.lists(st.sampled_from(below), max_size=3)) if below else []
+        checkpoint = draw(st.sampled_from(["", "", "inside", "around"]))
+        return Call(unit, [call(each, depth - 1) for each in chosen], checkpoint, draw(st.booleans()))
+
+    root = FakeUnit("root", draw(st.sampled_from([None, True, False])))
+
+    def program():
+        return Call(root, [call(draw(st.sampled_from(units)), 2) for _ in range(draw(st.integers(1, 4)))])
+
+    return [program() for _ in range(draw(st.integers(1, 3)))]
+
+
+depths = st.builds(Settings, st.integers(0, 3), st.integers(0, 3))
+
+
+def reduced_once(engine, root):
+    """Every unit of a step went through every event once, and nothing waited for the slow tier too early."""
+    for unit in {each.unit for each in root.all()}:
+        for event in ("issue RS", "wait RS", "issue AR", "wait AR", "settle"):
+            assert engine.events.count(f"{event} {unit.name}") == 1
+    waits = [index for index, event in enumerate(engine.events) if event.startswith("wait AR")]
+    issues = [index for index, event in enumerate(engine.events) if event.startswith("issue")]
+    assert min(waits) > max(issues), "nothing waits for the slow tier before the settlement"
+
+
+def nothing_is_left(engine):
+    """What holds memory after a backward is what was asked to."""
+    assert all(not unit.reshard_after_backward for unit in engine.runtime.buffers)
+    assert "coming" not in engine.runtime.buffers.values()
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs(), depths, st.integers(1, 2))
+def test_whatever_is_called_however_often_every_unit_is_reduced_once_and_freed(steps, asked, times):
+    engine = Engine(asked)
+    for root in steps * times:
+        engine.events.clear()
+        engine.forward(root)
+        engine.backward(root)
+        reduced_once(engine, root)
+        nothing_is_left(engine)
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs(), depths)
+def test_evaluations_between_steps_change_nothing(steps, asked):
+    engine = Engine(asked)
+    for root in steps:
+        engine.forward(steps[0], recording=False)
+        engine.forward(root)
+        engine.events.clear()
+        engine.backward(root)
+        reduced_once(engine, root)
+        engine.forward(steps[-1], recording=False)
+        engine.forward(steps[-1], recording=False)
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs(), depths, st.integers(0, 25))
+def test_after_an_exception_anywhere_the_next_step_starts_afresh(steps, asked, fuse):
+    engine = Engine(asked)
+    engine.fuse = fuse
+    try:
+        engine.forward(steps[0])
+        engine.backward(steps[0])
+    except Interrupted:
+        engine.interrupt()
+    engine.fuse = None
+    engine.forward(steps[-1])
+    in_flight = sum((event.startswith("issue R")) - event.startswith("wait R") for event in engine.events)
+    in_flight += sum((event.startswith("issue A")) - event.startswith("wait A") for event in engine.events)
+    assert in_flight == 0, "ranks communicate in step again"
+    engine.events.clear()
+    engine.backward(steps[-1])
+    reduced_once(engine, steps[-1])
+    nothing_is_left(engine)
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs(), depths, st.sampled_from(["none", "scatter"]), st.booleans())
+def test_accumulation_uses_the_slow_tier_once_and_hands_over_once(steps, asked, kind, last_only):
+    engine = Engine(asked)
+    root = steps[0]
+    for _ in range(2):
+        engine.forward(root)
+        engine.backward(root, kind)
+    assert not [event for event in engine.events if event.startswith(("issue AR", "settle"))]
+    assert ("issue RS root" in engine.events) == (kind == "scatter")
+    engine.events.clear()
+    engine.forward(root)
+    engine.backward(root)
+    reduced_once(engine, root)
+    assert not engine.runtime.kept, "all that was kept is in the sum"
+
+
+@settings(deadline=None, max_examples=40)
+@given(programs(), depths)
+def test_a_backward_that_is_not_the_last_settles_nothing_and_loses_nothing(steps, asked):
+    engine = Engine(asked)
+    root = steps[0]
+    engine.schedule.settings.is_last_backward = False
+    engine.forward(root)
+    engine.backward(root)
+    assert not [event for event in engine.events if event.startswith(("wait AR", "settle"))]
+    nothing_is_left(engine)
+    engine.schedule.settings.is_last_backward = True
+    engine.forward(root)
+    engine.backward(root)
+    for unit in {each.unit for each in root.all()}:
+        assert engine.events.count(f"settle {unit.name}") == 2
+
+
+@given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abcd"), max_size=5), st.integers(0, 3))
+def test_an_order_tells_what_came_next_and_nothing_of_what_it_does_not_know(known, asked, count):
+    order = Order(known)
+    for each in asked:
+        following = order.after(each, count)
+        if each not in known:
+            assert following == []
+        else:
+            places = [place for place, other in enumerate(known) if other == each]
+            assert following in [known[place + 1 : place + 1 + count] for place in places]
+    if known:
+        again = Order(known)
+        assert [again.after(each, 1) for each in known] == [known[place + 1 : place + 2] for place in range(len(known))]
+
+
+# Single rules.
+
+
+def test_a_unit_that_a_last_backward_does_not_come_to_is_reduced_with_what_it_keeps():
+    engine, model = flat(layers="12")
+    engine.forward(model)
+    engine.backward(model, "none")
+    engine.events.clear()
+    model.calls.pop()
+    engine.forward(model)
+    engine.backward(model)
+    assert engine.events.count("settle 2") == engine.events.count("issue AR 2") == 1
+    assert not engine.runtime.kept
 
 
 def test_without_recording_everything_is_freed_after_use():
-    model = Model(["1"])
-    model.forward(["1"], recording=False)
-    assert model.events == ["gather root", "gather 1", "free 1", "free root"]
+    engine, model = flat(layers="1")
+    engine.forward(model, recording=False)
+    assert story(engine) == ["gather root", "gather 1", "free 1", "free root"]
+
+
+def test_a_unit_that_is_told_to_stay_stays_over_evaluations():
+    engine, model = flat(layers="1", reshard_after_forward=False)
+    for _ in range(3):
+        engine.forward(model, recording=False)
+    assert story(engine).count("gather root") == 1
+    engine.schedule.gathers.free(model.unit)
+    assert story(engine) == ["free root"]
+
+
+def test_parameters_that_stay_after_backward_are_not_gathered_for_the_next_micro_batch():
+    engine, model = flat(layers="1")
+    for unit in (model.unit, model.calls[0].unit):
+        unit.reshard_after_backward = unit.reshard_after_forward = False
+    for _ in range(2):
+        engine.forward(model)
+        engine.backward(model)
+    assert [event for event in story(engine) if event.startswith("gather")] == ["gather root", "gather 1"]
 
 
 def test_what_needs_no_reduction_is_settled_at_once():
-    model = Model(["1"], reductions=False)
-    model.forward(["1"])
-    model.events.clear()
-    model.backward(["1"])
-    assert model.events == ["gather 1", "settle 1", "free 1", "settle root", "free root"]
+    engine, model = flat(layers="1", needs_reduction=False)
+    model.calls[0].unit.needs_reduction = False
+    engine.forward(model)
+    engine.events.clear()
+    engine.backward(model)
+    assert story(engine) == ["gather 1", "settle 1", "free 1", "settle root", "free root"]
 
 
-def test_a_recompute_gathers_once_and_keeps_the_parameters_for_the_backward_that_follows():
-    model = Model(["1"])
-    model.forward(["1"])
-    model.events.clear()
-    model.runtime.backward = True
-    model.schedule.before_forward(model.blocks["1"])
-    model.schedule.after_forward(model.blocks["1"], True)
-    model.schedule.before_backward(model.blocks["1"])
-    model.schedule.after_backward(model.blocks["1"])
-    assert model.events == ["gather 1", "free 1"]
+def test_a_recompute_gathers_once_fetches_nothing_ahead_and_keeps_the_parameters_for_the_backward_that_follows():
+    engine, model = flat(layers="12")
+    engine.forward(model)
+    engine.forward(model)
+    engine.events.clear()
+    engine.runtime.backward = True
+    two = model.calls[1].unit
+    engine.schedule.before_forward(two)
+    engine.schedule.after_forward(two, True)
+    assert story(engine) == ["gather 2"]
+    engine.schedule.before_backward(two)
+    engine.schedule.after_backward(two)
+    assert story(engine) == ["gather 1", "free 2"]
+
+
+def test_a_recompute_that_stops_early_does_not_keep_the_parameters_beyond_their_backward():
+    engine, model = flat(layers="1")
+    engine.forward(model)
+    engine.events.clear()
+    engine.runtime.backward = True
+    one = model.calls[0].unit
+    engine.schedule.before_forward(one)
+    engine.schedule.before_backward(one)
+    engine.schedule.after_backward(one)
+    assert story(engine) == ["gather 1", "free 1"]
 
 
 def test_a_node_that_runs_twice_in_one_backward_gets_finished_values_each_time():
-    model = Model(["1"])
-    model.forward(["1"])
-    model.events.clear()
-    model.runtime.backward = True
-    model.schedule.gradients_ready(FakeReduction(model.blocks["1"]))
-    model.schedule.gradients_ready(FakeReduction(model.blocks["1"]))
-    assert model.events == ["issue RS 1", "wait RS 1", "issue AR 1", "wait AR 1", "settle 1"] * 2
+    engine, model = flat(layers="1")
+    engine.forward(model)
+    engine.events.clear()
+    engine.runtime.backward = True
+    engine.schedule.gradients_ready(FakeReduction(model.calls[0].unit))
+    engine.schedule.gradients_ready(FakeReduction(model.calls[0].unit))
+    assert engine.events == ["issue RS 1", "wait RS 1", "issue AR 1", "wait AR 1", "settle 1"] * 2
 
 
 def test_a_module_called_inside_itself_stays_gathered_until_the_outer_call_ends():
-    model = Model(["1"])
-    unit = model.blocks["1"]
-    model.schedule.before_forward(unit)
-    model.schedule.before_forward(unit)
-    model.schedule.after_forward(unit, True)
-    assert model.schedule.is_gathered(unit)
-    model.schedule.after_forward(unit, True)
-    assert not model.schedule.is_gathered(unit)
-
-
-@pytest.mark.parametrize("broken_in", ["forward", "backward"])
-def test_after_an_exception_the_next_step_starts_afresh(broken_in):
-    model = Model(["1", "2"])
-    if broken_in == "forward":
-        model.schedule.before_root_forward()
-        model.schedule.before_forward(model.root)
-        model.schedule.before_forward(model.blocks["1"])
-    else:
-        model.forward(["1", "2"])
-        model.schedule.before_backward(model.root)
-        model.schedule.gradients_ready(FakeReduction(model.blocks["2"]))
-        model.runtime.callbacks.clear()
-    in_flight = [event for event in model.events if event.startswith("issue")]
-    model.forward(["1", "2"])
-    waited = [event for event in model.events if event.startswith("wait")]
-    assert waited == [event.replace("issue", "wait") for event in in_flight], "ranks communicate in step again"
-    model.events.clear()
-    model.backward(["1", "2"])
-    assert not model.runtime.gathered
-    assert model.events.count("settle 1") == model.events.count("settle 2") == 1
+    engine, model = flat(layers="1")
+    unit = model.calls[0].unit
+    engine.schedule.before_forward(unit)
+    engine.schedule.before_forward(unit)
+    engine.schedule.after_forward(unit, True)
+    assert engine.schedule.gathers.is_readable(unit)
+    engine.schedule.after_forward(unit, True)
+    assert not engine.schedule.gathers.is_readable(unit)
 
 
 def test_a_module_whose_outputs_can_not_be_watched_stays_gathered_until_the_settlement():
-    model = Model(["1"])
-    unit = model.blocks["1"]
-    model.schedule.before_root_forward()
-    model.schedule.before_forward(unit)
-    model.schedule.after_forward(unit, recording=True, watched=False)
-    assert model.schedule.is_gathered(unit)
-    model.schedule.end_of_backward()
-    assert not model.schedule.is_gathered(unit)
+    engine, model = flat(layers="1")
+    unit = model.calls[0].unit
+    engine.schedule.before_root_forward()
+    engine.schedule.before_forward(unit)
+    engine.schedule.after_forward(unit, recording=True, watched=False)
+    assert engine.schedule.gathers.is_readable(unit)
+    engine.schedule.end_of_backward()
+    assert not engine.schedule.gathers.is_readable(unit)
+
+
+def test_a_schedule_goes_on_with_what_a_unit_has_gathered_on_its_own():
+    engine, model = flat(layers="1")
+    other = Engine()
+    other.runtime = other.schedule._runtime = engine.runtime
+    other.schedule.gathers._runtime = engine.runtime
+    unit = model.calls[0].unit
+    other.schedule.gathers.fetch(unit)
+    other.schedule.gathers.keep(unit)
+    engine.schedule.adopt(other.schedule)
+    engine.forward(model)
+    assert story(engine) == ["gather 1", "gather root", "free 1"]

@@ -164,13 +164,20 @@ def refusals(backend):
     calls = {
         "policy": lambda model: hp.fully_shard(model, mesh=mesh, mp_policy=object()),
         "offload": lambda model: hp.fully_shard(model, mesh=mesh, offload_policy=object()),
-        "number": lambda model: hp.fully_shard(model, mesh=mesh, reshard_after_forward=2),
+        "number": lambda model: hp.fully_shard(model, mesh=mesh, reshard_after_forward=world + 1),
         "mesh": lambda model: hp.fully_shard(model, mesh="2x2"),
         "size": lambda model: hp.fully_shard(model, mesh=hp.DeviceMesh((world + 1,), ("shard",))),
         "axis": lambda model: hp.fully_shard(model, mesh=hp.DeviceMesh((world,), ("tensor",))),
         "twice": lambda model: shard(hp.fully_shard(model, mesh=mesh), mesh, wrap_blocks=False),
         "tied": lambda model: (hp.fully_shard(model.head, mesh=mesh), hp.fully_shard(model, mesh=mesh)),
-        "list": lambda model: hp.fully_shard(list(model.layers), mesh=mesh),
+        "list": lambda model: hp.fully_shard([*model.layers, "head"], mesh=mesh),
+        "replicate": lambda model: hp.fully_shard(model, mesh=mesh, replicate_params=["embed"]),
+        "dims": lambda model: hp.fully_shard(model, mesh=mesh, dp_mesh_dims={"shard": "context"}),
+        "no dims": lambda model: hp.fully_shard(model, mesh=mesh, dp_mesh_dims={}),
+        "dim twice": lambda model: hp.fully_shard(model, mesh=mesh, dp_mesh_dims={"shard": ("shard", "shard")}),
+        "dim left": lambda model: hp.fully_shard(
+            model, mesh=hp.DeviceMesh((1, world), ("shard", "tensor")), dp_mesh_dims={"shard": "shard"}
+        ),
         "placement": lambda model: hp.fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: "rows"),
         "plan": lambda model: hp.parallelize(model, hp.plan(build(backend, ToyConfig(width=4))[0], mesh)),
     }
@@ -257,10 +264,12 @@ def compare(backend, config, model, loss, whole, whole_loss, batch_index=0):
     x = batch(backend, config, batch_index)
     _, found = hp.value_and_grad(loss, [p for _, p in found_parameters])(x)
     _, wanted = hp.value_and_grad(whole_loss, [p for _, p in wanted_parameters])(x)
-    return max(
-        worst(backend.tensors.to_numpy(f), hp.layout_of(p).shard(backend.tensors.to_numpy(w), rank))
-        for (_, p), f, w in zip(found_parameters, found, wanted)
-    )
+    errors = []
+    for (_, p), f, w in zip(found_parameters, found, wanted):
+        layout = hp.layout_of(p)
+        array = np.zeros(layout.shape) if w is None else backend.tensors.to_numpy(w)
+        errors.append(worst(backend.tensors.to_numpy(f), layout.shard(array, rank)))
+    return max(errors)
 
 
 def freeze_and_unfreeze(backend):
@@ -373,9 +382,13 @@ def edited_plans(backend):
 
 
 def odd_meshes(backend):
-    """The messages for a mesh of half the ranks and for one in another order."""
+    """The messages for a mesh of the other half of the ranks and for one in another order."""
     messages = []
-    for mesh in (hp.DeviceMesh((2,), ("shard",)), hp.DeviceMesh((2, 2), ("replicate", "shard"), (1, 0, 2, 3))):
+    others = (2, 3) if backend.collectives.rank() < 2 else (0, 1)
+    for mesh in (
+        hp.DeviceMesh((2,), ("shard",), others),
+        hp.DeviceMesh((2, 2), ("replicate", "shard"), (1, 0, 2, 3)),
+    ):
         model, _ = build(backend, ToyConfig())
         try:
             hp.fully_shard(model, mesh=mesh)

@@ -99,13 +99,18 @@ def test_wrong_calls_are_refused_with_a_reason(pool, backend_name):
     for messages in pool(backend_name, 2).run(f"{BODIES}:refusals"):
         assert "mp_policy is not offered yet" in messages["policy"]
         assert "offload_policy is not offered yet" in messages["offload"]
-        assert "reshard_after_forward is 2" in messages["number"]
+        assert "reshard_after_forward is 3; write True, False or a divisor of the 2 ranks" in messages["number"]
         assert 'DeviceMesh((2,), ("shard",))' in messages["mesh"]
         assert "has 3 ranks, 0 to 2, but 2 have joined" in messages["size"]
         assert "this mesh tensor=2 has 'tensor'" in messages["axis"]
         assert "is a unit already" in messages["twice"]
         assert "the parameter embed is held by another unit already" in messages["tied"]
-        assert "takes one module" in messages["list"]
+        assert "found builtins.str, expected a torch.nn.Module" in messages["list"]
+        assert "replicate_params holds parameters, found 'embed'" in messages["replicate"]
+        assert "dp_mesh_dims names 'context' for 'shard', which the mesh shard=2 lacks" in messages["dims"]
+        assert "dp_mesh_dims names no axis" in messages["no dims"]
+        assert "dp_mesh_dims names 'shard' twice" in messages["dim twice"]
+        assert "does not say what the axis 'tensor'" in messages["dim left"]
         assert "found 'rows' for embed" in messages["placement"]
         assert "does not fit the model" in messages["plan"]
         assert "embed has shape (5, 3), planned was (5, 4)" in messages["plan"]
@@ -148,7 +153,7 @@ def test_a_plan_is_applied_as_it_says_or_not_at_all(pool, backend_name):
             assert text in messages[case] and messages[case].startswith("PlanError"), messages[case]
 
 
-def test_a_mesh_without_every_rank_in_order_is_refused_on_every_rank(pool, backend_name):
-    for part, permuted in pool(backend_name, 4).run(f"{BODIES}:odd_meshes"):
-        assert "has 2 ranks, 0 to 1, but 4 have joined" in part
+def test_a_mesh_without_this_rank_or_out_of_order_is_refused_on_every_rank(pool, backend_name):
+    for rank, (part, permuted) in enumerate(pool(backend_name, 4).run(f"{BODIES}:odd_meshes")):
+        assert f"but 4 have joined, and this is rank {rank}" in part
         assert "has the ranks [1, 0] along 'shard'" in permuted

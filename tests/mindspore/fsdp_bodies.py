@@ -1,9 +1,11 @@
 """Bodies of `test_fully_sharded.py`: what MindSpore users do with a sharded cell."""
 
 import mindspore as ms
+import numpy as np
 from mindspore.experimental.optim import AdamW
 
 import hyper_parallel as hp
+from hyper_parallel.backends.mindspore import autograd
 from tests.equivalence.fsdp_bodies import shard, worst
 from tests.equivalence.toy import ToyConfig, batch, build
 
@@ -72,3 +74,50 @@ def result_thrown_away(backend):
     _, found = hp.value_and_grad(loss, parameters)(batch(backend, config, 0))
     _, wanted = hp.value_and_grad(whole_loss, whole.trainable_params())(batch(backend, config, 0))
     return compare(backend, model, found, whole, wanted)
+
+
+class EngineWithoutQueue:
+    """MindSpore's engine as a version would be that lacks the queue of final callbacks."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        if name == "queue_backward_final_callback":
+            raise AttributeError(name)
+        return getattr(self._engine, name)
+
+
+def without_the_private_queue(backend):
+    """Our `value_and_grad` settles at its end; the framework's own is refused. Returns (worst error, message)."""
+    config = ToyConfig()
+    model, loss, whole, whole_loss = sharded_and_whole(backend, config)
+    parameters, x = [p for _, p in hp.trainable_parameters(model)], batch(backend, config, 0)
+    engine, message = autograd._engine, None
+    autograd._engine = EngineWithoutQueue(engine)
+    try:
+        for _ in range(2):
+            _, found = hp.value_and_grad(loss, parameters)(x)
+        try:
+            ms.value_and_grad(loss, None, parameters)(x)
+        except hp.ConfigError as error:
+            message = str(error)
+    finally:
+        autograd._engine = engine
+        engine.set_grad_flag(False)
+    _, wanted = hp.value_and_grad(whole_loss, whole.trainable_params())(x)
+    return compare(backend, model, found, whole, wanted), message
+
+
+def framework_accumulation(backend):
+    """MindSpore's own `value_and_grad`: the sum of what it returns over micro-batches is the whole sum."""
+    config = ToyConfig()
+    model, loss, whole, whole_loss = sharded_and_whole(backend, config)
+    parameters, x = model.trainable_params(), batch(backend, config, 0)
+    model.set_requires_gradient_sync(False)
+    _, first = ms.value_and_grad(loss, None, parameters)(x)
+    model.set_requires_gradient_sync(True)
+    _, second = ms.value_and_grad(loss, None, parameters)(x)
+    assert not any(np.any(each.asnumpy()) for each in first)
+    _, wanted = hp.value_and_grad(whole_loss, whole.trainable_params())(x)
+    return compare(backend, model, second, whole, [2 * each for each in wanted])

@@ -19,3 +19,13 @@ def test_recomputed_blocks_that_are_units_give_the_same_gradients(pool):
 
 def test_a_step_without_gradients_leaves_the_next_one_right(pool):
     assert max(pool("mindspore", 2).run(f"{BODIES}:result_thrown_away")) < BOUND
+
+
+def test_the_end_of_backward_is_found_without_the_engines_private_queue(pool):
+    for error, message in pool("mindspore", 2).run(f"{BODIES}:without_the_private_queue"):
+        assert error < BOUND
+        assert "does not tell when a backward ends; take gradients with hyper_parallel.value_and_grad" in message
+
+
+def test_the_frameworks_own_value_and_grad_returns_zeros_until_the_sum_is_reduced(pool):
+    assert max(pool("mindspore", 2).run(f"{BODIES}:framework_accumulation")) < BOUND

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Callable, ContextManager, Iterator, Sequence
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Sequence
 
 import mindspore as ms
 from mindspore.common._grad_function import _Function
@@ -69,6 +69,21 @@ def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]
 
 
+class _Handover:
+    """What is handed over while one `value_and_grad` runs, and what is to be done once its backward is through.
+
+    The gradient of a parameter whose unit took part is the one that `deliver` brings, or None, whatever the engine
+    returns; so a sum that earlier backwards have begun is returned by the one that ends it.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, Tensor | None] = {}
+        self.callbacks: list[Callable[[], None]] = []
+
+
+_handovers: list[_Handover] = []  # of the calls that run now, innermost last; the engine runs in one thread
+
+
 class _Attach(_Function):
     """Identity from parameters to their full tensors; returns the shards of the gradients, which settlement fills."""
 
@@ -77,18 +92,21 @@ class _Attach(_Function):
         ctx: Any, on_gradients: Callable, fulls: Sequence[Tensor], *parameters: Parameter
     ) -> tuple[Tensor, ...]:
         ctx.on_gradients = on_gradients
+        ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         return tuple(fulls)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        for parameter in ctx.parameters if _handovers else ():
+            _handovers[-1].gradients.setdefault(id(parameter), None)
         return (None, None) + tuple(ctx.on_gradients(list(gradients)))
 
 
 def attach(
     parameters: Sequence[Parameter],
     fulls: Sequence[Tensor],
-    on_gradients: Callable[[list[Tensor | None]], list[Tensor]],
+    on_gradients: Callable[[list[Tensor | None]], Iterable[Tensor]],
 ) -> list[Tensor]:
     """See `core.backend.Autograd`."""
     attached = _Attach.apply(on_gradients, list(fulls), *parameters)
@@ -146,7 +164,13 @@ def differentiable(
 
 
 def deliver(parameter: Parameter, gradient: Tensor) -> None:
-    """See `core.backend.Autograd`. The engine returns the very tensors that `_Attach.backward` gave it."""
+    """See `core.backend.Autograd`. MindSpore's own `value_and_grad` returns the tensors that `_Attach.backward` gave
+    it; ours what has been delivered."""
+    if _handovers:
+        gradients = _handovers[-1].gradients
+        earlier = gradients.get(id(parameter))
+        with ms._no_grad():
+            gradients[id(parameter)] = gradient if earlier is None else earlier + gradient
 
 
 def forget_gradient(parameter: Parameter) -> None:
@@ -159,8 +183,18 @@ def on_gradient(tensor: Tensor, callback: Callable[[], None]) -> None:
 
 
 def queue_final_callback(callback: Callable[[], None]) -> None:
-    """See `core.backend.Autograd`. Runs before `value_and_grad` returns; what it changes in place is seen there."""
-    _engine.queue_backward_final_callback(callback)
+    """See `core.backend.Autograd`. Runs before `value_and_grad` returns; what it changes in place is seen there.
+
+    The engine's queue is private; where it is missing, `hyper_parallel.value_and_grad` calls back instead."""
+    if hasattr(_engine, "queue_backward_final_callback"):
+        _engine.queue_backward_final_callback(callback)
+    elif _handovers:
+        _handovers[-1].callbacks.append(callback)
+    else:
+        raise ConfigError(
+            "this version of MindSpore does not tell when a backward ends; take gradients with "
+            "hyper_parallel.value_and_grad instead of the framework's own"
+        )
 
 
 def graph_is_kept() -> bool:
@@ -185,11 +219,18 @@ def value_and_grad(
     differentiated = ms.value_and_grad(function, None, weights=list(parameters))
 
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor | None]]:
+        handover = _Handover()
+        _handovers.append(handover)
         try:
             value, gradients = differentiated(*args, **kwargs)
+            for callback in handover.callbacks:
+                callback()
         except BaseException:
             _engine.set_grad_flag(False)  # the engine leaves it on after an exception in forward
             raise
-        return value, list(gradients)
+        finally:
+            _handovers.remove(handover)
+        handed = handover.gradients
+        return value, [handed.get(id(each), gradient) for each, gradient in zip(parameters, gradients)]
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
-from typing import Any, Callable, ContextManager, Sequence
+from typing import Any, Callable, ContextManager, Iterable, Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -74,7 +74,7 @@ class _Attach(torch.autograd.Function):
 def attach(
     parameters: Sequence[Parameter],
     fulls: Sequence[Tensor],
-    on_gradients: Callable[[list[Tensor | None]], list[Tensor]],
+    on_gradients: Callable[[list[Tensor | None]], Iterable[Tensor]],
 ) -> list[Tensor]:
     """See `core.backend.Autograd`. The parameters are no inputs of the node: `deliver` gives them what they get."""
     anchor = torch.empty(0, requires_grad=True)  # makes the engine record the node

@@ -16,10 +16,12 @@ from hyper_parallel.core.execution.facts import Facts
 from hyper_parallel.core.execution.heads import find_heads
 from hyper_parallel.core.execution.vocabulary import find_embeddings
 from hyper_parallel.core.fsdp import build
+from hyper_parallel.core.fsdp.controls import check_names
 from hyper_parallel.core.fsdp.parameter import Holding
 from hyper_parallel.core.fsdp.unit import NO_COPY
 from hyper_parallel.core.mesh import MODEL_AXES
 from hyper_parallel.core.placement import Shard
+from hyper_parallel.core.plan.fully_sharded import ROOT
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.validation.follow import Following
 
@@ -80,6 +82,7 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bo
         facts = Facts(backend, model, plan)
         checks.refuse(list(checks.violations(facts)), plan)
         build.check_parameters(backend, model, list(facts.uses.values()))
+        check_names(facts.modules[unit.name] for unit in plan.units)
         adaptations = find_adaptations(facts)
         following = Following(facts, adaptations) if validate else None
     except HyperParallelError as found:
@@ -120,7 +123,8 @@ def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | No
     for unit in plan.units:
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
-        build.make_unit(backend, unit.name, module, members, plan.mesh, unit.reshard_after_forward)
+        reshard = unit.reshard_after_forward or (None if unit.name == ROOT else False)
+        build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard)
     if following is not None:
         hooks += following.paths()
     Execution(facts, adaptations, hooks, following)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from hyper_parallel.core.backend import Backend, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.errors import ConfigError, LayoutError
+from hyper_parallel.core.fsdp.controls import add_methods, check_names, remove_methods
+from hyper_parallel.core.fsdp.meshes import data_parallel_mesh
 from hyper_parallel.core.fsdp.parameter import Holding, ShardedParameter
 from hyper_parallel.core.fsdp.spec import ShardSpec
-from hyper_parallel.core.fsdp.unit import Unit, unit_of, units_of
+from hyper_parallel.core.fsdp.unit import Unit, check_reshard_after_forward, unit_of, units_of
 from hyper_parallel.core.identity import IdentityMap
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
@@ -26,41 +28,49 @@ PlacementOf = Callable[[ParameterUse], Placement | None]
 
 def fully_shard(
     backend: Backend,
-    module: Module,
+    modules: Sequence[Module],
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
     ignored_params: Iterable[Parameter] = (),
+    replicate_params: Iterable[Parameter] = (),
+    dp_mesh_dims: Any = None,
 ) -> Unit:
-    """Make one unit of the parameters below `module` that no unit holds yet. See `hyper_parallel.fully_shard`.
+    """Make one unit of the parameters below `modules` that no unit holds yet. See `hyper_parallel.fully_shard`.
 
     Everything is checked before anything is changed.
     """
-    mesh = usable_mesh(backend, mesh)
-    if unit_of(module) is not None:
-        raise ConfigError(f"fully_shard: this {type(module).__name__} is a unit already; wrap every module once")
-    chosen = _uses_to_shard(backend, module, ignored_params)
-    check_parameters(backend, module, chosen)
+    mesh = usable_mesh(backend, mesh, dp_mesh_dims)
+    for module in modules:
+        if unit_of(module) is not None:
+            raise ConfigError(f"fully_shard: this {type(module).__name__} is a unit already; wrap every module once")
+    check_names(modules)
+    check_reshard_after_forward(reshard_after_forward, mesh.axis_size("shard"))
+    chosen = _uses_to_shard(backend, modules, _parameters(backend, ignored_params, "ignored_params"))
+    for module in modules:
+        check_parameters(backend, module, chosen)
+    whole = {id(each) for each in _parameters(backend, replicate_params, "replicate_params")}
     placement_of = _asked_placement(shard_placement_fn)
     held = []
     for uses in chosen:
-        spec = spec_of(backend, uses[0], placement_of(uses[0]), mesh)
+        placement = None if id(uses[0].parameter) in whole else placement_of(uses[0])
+        spec = spec_of(backend, uses[0], placement, mesh)
         held.append(Holding(uses, spec, spec.layout))
-    return make_unit(backend, "", module, held, mesh, reshard_after_forward)
+    return make_unit(backend, "", modules, held, mesh, reshard_after_forward)
 
 
 def make_unit(
     backend: Backend,
     name: str,
-    module: Module,
+    modules: Sequence[Module],
     held: Sequence[Holding],
     mesh: DeviceMesh,
-    reshard_after_forward: bool | None,
+    reshard_after_forward: bool | int | None,
 ) -> Unit:
-    """Shard parameters and hook `module`."""
-    shard_group = backend.collectives.groups(mesh.groups(("shard",)))
+    """Shard parameters and hook `modules`."""
     parameters = []
-    backend.modules.place_buffers(module)
+    for module in modules:
+        backend.modules.place_buffers(module)
     with backend.autograd.no_grad():
         for each in held:
             old = each.uses[0].parameter
@@ -69,7 +79,9 @@ def make_unit(
                 _replaced.set(old, True)
             _layouts.set(sharded.parameter, sharded.layout)
             parameters.append(sharded)
-    return Unit(backend, name, module, parameters, shard_group, reshard_after_forward)
+    unit = Unit(backend, name, modules, parameters, mesh, reshard_after_forward)
+    add_methods(unit)
+    return unit
 
 
 def cut(backend: Backend, uses: Sequence[ParameterUse], layout: Layout) -> list[ParameterUse]:
@@ -87,6 +99,7 @@ def restore(backend: Backend, model: Module) -> None:
     part. Called by every rank."""
     for unit in list(units_of(backend, model)):
         unit.detach()
+        remove_methods(unit)
         for sharded in unit.parameters:
             _layouts.pop(sharded.parameter)
             backend.autograd.forget_gradient(sharded.parameter)
@@ -124,26 +137,37 @@ def layout_of(parameter: Parameter) -> Layout | None:
     return _layouts.get(parameter)
 
 
-def usable_mesh(backend: Backend, mesh: Any) -> DeviceMesh:
-    """The mesh to shard over, all ranks on `shard` when none is given.
+def usable_mesh(backend: Backend, mesh: Any, dp_mesh_dims: Any = None) -> DeviceMesh:
+    """The mesh to shard over, all ranks on `shard` when none is given, axes of `dp_mesh_dims` joined and renamed.
 
     Raises:
         ConfigError: the ranks are not joined, or the mesh has an axis that is of no use here.
-        LayoutError: the mesh does not hold all ranks, or not in ascending order along an axis.
+        LayoutError: the mesh does not hold this rank, or ranks that have not joined, or not in ascending order along an
+            axis.
     """
     _check_joined(backend)
-    world = backend.collectives.world_size()
+    world, rank = backend.collectives.world_size(), backend.collectives.rank()
     if mesh is None:
-        return DeviceMesh((world,), ("shard",))
+        mesh = DeviceMesh((world,), ("shard",))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"fully_shard: mesh must be a hyper_parallel.DeviceMesh, found {type(mesh).__name__}; write for example "
             f'DeviceMesh(({world},), ("shard",))'
         )
+    if dp_mesh_dims is not None:
+        mesh = data_parallel_mesh(mesh, dp_mesh_dims)
     extra = [axis for axis, size in zip(mesh.names, mesh.shape) if axis not in ("replicate", "shard") and size > 1]
     if extra:
-        raise ConfigError(f"fully_shard uses the mesh axes 'replicate' and 'shard'; this mesh {mesh} has {extra[0]!r}")
-    check_ranks(backend, mesh)
+        raise ConfigError(
+            f"fully_shard uses the mesh axes 'replicate' and 'shard'; this mesh {mesh} has {extra[0]!r}: name what it "
+            f'is for in dp_mesh_dims, for example {{"shard": ("shard", {extra[0]!r})}}'
+        )
+    if rank not in mesh.ranks or max(mesh.ranks) >= world:
+        raise LayoutError(
+            f"the mesh {mesh} has {mesh.size} ranks, {min(mesh.ranks)} to {max(mesh.ranks)}, but {world} have joined, "
+            f"and this is rank {rank}; a mesh to shard over holds this rank and none that has not joined"
+        )
+    _check_order(mesh)
     return mesh
 
 
@@ -156,6 +180,10 @@ def check_ranks(backend: Backend, mesh: DeviceMesh) -> None:
             f"the mesh {mesh} has {mesh.size} ranks, {min(mesh.ranks)} to {max(mesh.ranks)}, but {world} have joined; "
             "a mesh to shard over holds every rank"
         )
+    _check_order(mesh)
+
+
+def _check_order(mesh: DeviceMesh) -> None:
     for axis in mesh.names:
         for group in mesh.groups((axis,)):
             if list(group) != sorted(group):
@@ -193,17 +221,22 @@ def check_parameters(backend: Backend, module: Module, chosen: Sequence[Sequence
                 )
 
 
-def _uses_to_shard(backend: Backend, module: Module, ignored: Iterable[Parameter]) -> list[list[ParameterUse]]:
-    """The uses of every parameter that this unit is to hold, in definition order."""
-    ignored = list(ignored)
-    strange = [value for value in ignored if not backend.tensors.is_tensor(value)]
+def _parameters(backend: Backend, given: Iterable[Parameter], name: str) -> list[Parameter]:
+    given = list(given)
+    strange = [value for value in given if not backend.tensors.is_tensor(value)]
     if strange:
-        raise ConfigError(f"fully_shard: ignored_params holds parameters, found {strange[0]!r}")
+        raise ConfigError(f"fully_shard: {name} holds parameters, found {strange[0]!r}")
+    return given
+
+
+def _uses_to_shard(
+    backend: Backend, modules: Sequence[Module], ignored: Sequence[Parameter]
+) -> list[list[ParameterUse]]:
+    """The uses of every parameter that this unit is to hold, in definition order."""
     ignored_ids = {id(parameter) for parameter in ignored}
-    inside = _uses_inside_units(backend, module)
     chosen: dict[int, list[ParameterUse]] = {}
-    for use in backend.modules.parameter_uses(module):
-        if id(use.parameter) in ignored_ids or use.name in inside:
+    for use in _uses_outside_units(backend, modules):
+        if id(use.parameter) in ignored_ids:
             continue
         if _replaced.get(use.parameter) is not None or _layouts.get(use.parameter) is not None:
             raise ConfigError(
@@ -212,6 +245,18 @@ def _uses_to_shard(backend: Backend, module: Module, ignored: Iterable[Parameter
             )
         chosen.setdefault(id(use.parameter), []).append(use)
     return list(chosen.values())
+
+
+def _uses_outside_units(backend: Backend, modules: Sequence[Module]) -> Iterator[ParameterUse]:
+    """Every use of a parameter below `modules` once, without those that inner units hold."""
+    seen: set[tuple[int, str]] = set()
+    for module in modules:
+        inside = _uses_inside_units(backend, module)
+        for use in backend.modules.parameter_uses(module):
+            place = (id(use.owner), use.attribute)
+            if use.name not in inside and place not in seen:
+                seen.add(place)
+                yield use
 
 
 def _uses_inside_units(backend: Backend, module: Module) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Callable, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
@@ -52,6 +52,8 @@ class ShardedParameter:
         self._collectives = backend.collectives
         self.parameter = uses[0].parameter
         self._buffer: Tensor | None = None
+        self._part: Tensor | None = None  # of the buffer, kept after forward for a smaller group
+        self._part_group: Group | None = None
         local = self._tensors.to_device(self.parameter if spec.is_whole else self._cut(self.parameter))
         if local is not self.parameter:
             self.parameter = backend.modules.replace_parameter(self.uses, local)
@@ -79,8 +81,9 @@ class ShardedParameter:
         return self._tensors.alias(self._buffer, 0, self.spec.shape)
 
     def held_bytes(self) -> int:
-        """Bytes that the buffer holds now."""
-        return 0 if self._buffer is None else self._tensors.storage_bytes(self._buffer)
+        """Bytes of the full parameter that are held now: by the buffer, or what is kept of it."""
+        kept = 0 if self._part is None else self._tensors.storage_bytes(self._part)
+        return kept + (0 if self._buffer is None else self._tensors.storage_bytes(self._buffer))
 
     def issue_gather(self, group: Group) -> Gathering:
         """Start filling the buffer. A leading-dim shard lands where it belongs; others are joined afterwards."""
@@ -88,6 +91,8 @@ class ShardedParameter:
         if self._buffer is None:
             return Gathering(None, lambda: None)
         self._tensors.restore_storage(self._buffer)
+        if self._part is not None:
+            return self._gather_parts()
         piece = self._pad(self._tensors.flat(self.parameter), spec.piece_numel)
         if self._direct:
             return Gathering(self._collectives.all_gather(self._buffer, piece, group, async_op=True), lambda: None)
@@ -95,8 +100,23 @@ class ShardedParameter:
         work = self._collectives.all_gather(gathered, piece, group, async_op=True)
         return Gathering(work, lambda: self._join(gathered))
 
+    def shrink(self, group: Group) -> None:
+        """Keep this rank's equal part of the buffer, from which the ranks of `group` can gather all of it again."""
+        if self._buffer is None or not self.spec.numel:
+            return
+        total = prod(self._buffer.shape)
+        numel = ceil(total / group.size)
+        start = min(group.index * numel, total)
+        held = min(numel, total - start)
+        self._part, self._part_group = self._tensors.buffer(self._buffer, numel, zero=held < numel), group
+        if held:
+            part = self._tensors.alias(self._part, 0, (held,))
+            self._tensors.copy_(part, self._tensors.alias(self._buffer, start, (held,)))
+        self._tensors.release_storage(self._buffer)
+
     def free(self) -> None:
-        """Give the buffer's memory back."""
+        """Give the buffer's memory back, and what is kept of it."""
+        self._part = None
         if self._buffer is not None:
             self._tensors.release_storage(self._buffer)
 
@@ -122,6 +142,15 @@ class ShardedParameter:
         if held:
             self._tensors.copy_(self._tensors.alias(padded, 0, (held,)), flat)
         return padded
+
+    def _gather_parts(self) -> Gathering:
+        total, numel, group = prod(self._buffer.shape), prod(self._part.shape), self._part_group
+        if numel * group.size == total:
+            work = self._collectives.all_gather(self._buffer, self._part, group, async_op=True)
+            return Gathering(work, lambda: None)
+        gathered = self._tensors.buffer(self._buffer, numel * group.size)
+        work = self._collectives.all_gather(gathered, self._part, group, async_op=True)
+        return Gathering(work, lambda: self._tensors.copy_(self._buffer, self._tensors.alias(gathered, 0, (total,))))
 
     def _join(self, gathered: Tensor) -> None:
         spec = self.spec

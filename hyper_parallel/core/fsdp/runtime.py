@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Callable, Container, Iterable, Iterator, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, Tensor, Work
 
@@ -17,22 +17,27 @@ class UnitReduction:
 
     `shards` holds one tensor per parameter, of its local shape. They are allocated at once, filled by the
     collectives, and final when the reduction is settled. What is summed over the same ranks lies in one buffer, so that
-    it is summed together. A parameter without a gradient counts as zero: another rank may have one.
+    it is summed together. A parameter without a gradient counts as zero: another rank may have one. Where the unit only
+    keeps its gradients (`kind` "none") nothing is allocated.
     """
 
     def __init__(self, unit: Unit, parameters: Sequence[ShardedParameter], gradients: Sequence[Tensor | None]):
         self.unit = unit
+        self.kind = unit.accumulation
         self.parameters = list(parameters)
         self._tensors = unit.backend.tensors
         self.gradients: list[Tensor | None] = list(gradients)
         self.works: list[Work] = []
         self.buffers: list[tuple[Tensor, Group]] = []
         self.outputs: list[Tensor] = [None] * len(self.parameters)
-        for members in self._summed_together():
-            self._allocate(members)
-        self.shards = [
-            self._tensors.alias(output, 0, each.spec.local_shape) for each, output in zip(self.parameters, self.outputs)
-        ]
+        self.shards: list[Tensor] = []
+        if self.kind != "none":
+            for members in self._summed_together():
+                self._allocate(members)
+            self.shards = [
+                self._tensors.alias(output, 0, each.spec.local_shape)
+                for each, output in zip(self.parameters, self.outputs)
+            ]
 
     def _summed_together(self) -> Iterable[list[int]]:
         """The parameters, by index, that share a dtype and the ranks over which they are summed."""
@@ -51,9 +56,17 @@ class UnitReduction:
             self.outputs[index] = self._tensors.alias(buffer, stop - size, (size,))
 
     def full_gradient(self, index: int) -> Tensor:
-        """The gradient of a parameter as autograd gave it; zeros when it gave none."""
-        gradient, spec = self.gradients[index], self.parameters[index].spec
-        return self._tensors.zeros(spec.shape, spec.dtype) if gradient is None else gradient
+        """The gradient of a parameter as autograd gave it, and what is kept of earlier ones; zeros when there is
+        neither."""
+        parameter = self.parameters[index]
+        gradient = self.unit.kept.take_full(parameter, self.gradients[index])
+        return self._tensors.zeros(parameter.spec.shape, parameter.spec.dtype) if gradient is None else gradient
+
+    def returned(self) -> Iterator[Tensor]:
+        """What an engine that returns gradients is to return: the shards, or zeros where nothing is handed over."""
+        if self.kind == "all":
+            return iter(self.shards)
+        return (self._tensors.zeros(each.spec.local_shape, each.spec.dtype) for each in self.parameters)
 
     def wait(self) -> None:
         """Wait for everything issued so far."""
@@ -65,8 +78,9 @@ class UnitReduction:
 class BackendRuntime:
     """The `Runtime` of the schedule on a backend."""
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: Backend, units: Sequence[Unit]):
         self._backend = backend
+        self._units = list(units)
         self._gathering: dict[Unit, list[Gathering]] = {}
 
     def issue_gather(self, unit: Unit) -> None:
@@ -80,11 +94,43 @@ class BackendRuntime:
             for gathering in self._gathering.pop(unit):
                 gathering.wait()
 
+    def shrink(self, unit: Unit) -> None:
+        """As `free`, but for a part of each parameter."""
+        unit.hide()
+        with self._backend.autograd.no_grad():
+            for each in unit.parameters:
+                each.shrink(unit.part_group)
+
     def free(self, unit: Unit) -> None:
         """Let modules see the shards again, and empty the buffers."""
         unit.hide()
         for each in unit.parameters:
             each.free()
+
+    def keep(self, reduction: UnitReduction) -> None:
+        """Add the full gradients to those that the unit keeps."""
+        with self._backend.autograd.no_grad():
+            for parameter, gradient in zip(reduction.parameters, reduction.gradients):
+                reduction.unit.kept.add_full(parameter, gradient)
+        reduction.gradients = []
+
+    def accumulate(self, reduction: UnitReduction) -> None:
+        """Add the shards to those that the unit keeps."""
+        with self._backend.autograd.no_grad():
+            for parameter, output in zip(reduction.parameters, reduction.outputs):
+                reduction.unit.kept.add_piece(parameter, output)
+
+    def left_behind(self, reduced: Container[Unit]) -> Iterator[UnitReduction]:
+        """Reductions of what is kept by units that this backward has not come to, and which are to reduce now."""
+        for unit in self._units:
+            if unit.kept and unit.accumulation == "all" and unit not in reduced:
+                trainable = unit.trainable()
+                yield UnitReduction(unit, trainable, [None] * len(trainable))
+
+    def forget_kept(self) -> None:
+        """Drop what units keep."""
+        for unit in self._units:
+            unit.kept.forget()
 
     def issue_reduce_scatter(self, reduction: UnitReduction) -> None:
         """One reduce-scatter a parameter; a whole parameter on several shard ranks takes an all-reduce."""
@@ -104,13 +150,13 @@ class BackendRuntime:
         """Wait, let go of the full gradients, and take the mean over all ranks that contribute."""
         reduction.wait()
         reduction.gradients = []
-        divisor = reduction.parameters[0].divisor
-        for buffer, _ in reduction.buffers if divisor > 1 else ():
-            self._backend.tensors.scale_(buffer, 1.0 / divisor)
+        self._divide(reduction)
 
     def issue_all_reduce(self, reduction: UnitReduction) -> None:
         """One all-reduce a buffer, over replicas and over the ranks that have computed parts of its gradients."""
         with self._backend.autograd.no_grad():
+            for parameter, output in zip(reduction.parameters, reduction.outputs):
+                reduction.unit.kept.take_piece(parameter, output)
             for buffer, group in reduction.buffers:
                 if group.size > 1:
                     reduction.works.append(self._backend.collectives.all_reduce(buffer, group, async_op=True))
@@ -126,6 +172,10 @@ class BackendRuntime:
                 for index, output in enumerate(reduction.outputs):
                     self._copy(output, reduction.full_gradient(index))
                 reduction.gradients = []
+                self._divide(reduction)
+            if reduction.unit.all_reduce_hook is not None:
+                for buffer, _ in reduction.buffers:
+                    reduction.unit.all_reduce_hook(buffer)
             for parameter, shard in zip(reduction.parameters, reduction.shards):
                 self._backend.autograd.deliver(parameter.parameter, shard)
 
@@ -136,6 +186,12 @@ class BackendRuntime:
     def call_at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Ask the engine."""
         self._backend.autograd.queue_final_callback(callback)
+
+    def _divide(self, reduction: UnitReduction) -> None:
+        """Make means of sums, over all ranks that contribute or by the factor that the user has set."""
+        divisor = reduction.unit.gradient_divide_factor or reduction.parameters[0].divisor
+        for buffer, _ in reduction.buffers if divisor != 1 else ():
+            self._backend.tensors.scale_(buffer, 1.0 / divisor)
 
     def _copy(self, output: Tensor, gradient: Tensor) -> None:
         self._backend.tensors.copy_(output, self._backend.tensors.flat(gradient))

@@ -5,8 +5,9 @@ It knows no tensor and no framework: both backends drive the same object, and so
 tests.
 
 Forward: gather before, free after. Backward: gather before the first gradient enters a unit, free when the last has
-left it, reduce when the gradients of all its parameters are complete. Layers are counted in forward order, backward
-runs downwards:
+left it, reduce when the gradients of all its parameters are complete. What is likely to come next is fetched ahead: in
+forward by the order of the last forward, in backward by that order reversed, unless a unit says itself what to fetch.
+A recompute fetches nothing ahead. Layers are counted in forward order, backward runs downwards:
 
     post-backward step of layer l:  (1) wait for the reduce-scatter of layer l+1
                                     (2) settle what needs no reduction
@@ -14,46 +15,69 @@ runs downwards:
                                     (4) issue the all-reduce of layer l+1 and park it
     end of backward (settlement):   wait for everything parked, hand the gradients over
 
-Nothing waits for an all-reduce before the settlement.
+Nothing waits for an all-reduce before the settlement. While gradients are accumulated a layer's may be kept back, as
+they are before (3), or summed over the fast tier before (4).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Callable, Protocol
+from dataclasses import dataclass
+from typing import Callable, Container, Iterable, Protocol, Sequence
+
+from hyper_parallel.core.fsdp.gathers import Gathers
+from hyper_parallel.core.fsdp.order import Order
 
 
 class ScheduledUnit(Protocol):
-    """What the schedule must know of a unit."""
+    """What the schedule must know of a unit. All of it may change between two passes."""
 
     name: str
-    reshard_after_forward: bool
     needs_reduction: bool
+    reshard_after_forward: bool | int | None
+    """Free after forward: yes, no, all but the part that a group of so many ranks needs to gather it again; None for
+    only where no backward is to come."""
+    reshard_after_backward: bool
+    unshard_in_backward: bool
+    forward_prefetch: Sequence[ScheduledUnit]
+    """What to fetch ahead in its forward; what comes next in order where this is empty."""
+    backward_prefetch: Sequence[ScheduledUnit]
 
 
 class Reduction(Protocol):
     """The gradients of one unit on their way, from `gradients_ready` to `settle`."""
 
     unit: ScheduledUnit
+    kind: str
+    """"all": reduce over both tiers. "scatter": over the fast tier, then keep for a later one. "none": keep."""
 
 
 class Runtime(Protocol):
     """What carries the events out. `issue` returns at once; `wait` returns when the result is there."""
 
     def issue_gather(self, unit: ScheduledUnit) -> None:
-        """Start gathering the full parameters."""
+        """Start gathering the full parameters, from what `shrink` has kept if it has."""
 
     def wait_gather(self, unit: ScheduledUnit) -> None:
         """Have them readable."""
 
+    def shrink(self, unit: ScheduledUnit) -> None:
+        """Free the full parameters but for what `unit.reshard_after_forward` ranks gather them from."""
+
     def free(self, unit: ScheduledUnit) -> None:
-        """Give the memory of the full parameters back."""
+        """Give the memory of the full parameters back, and that of what is kept of them."""
+
+    def keep(self, reduction: Reduction) -> None:
+        """Add the full gradients to what the unit keeps; the unit's next reduction takes it up before it starts."""
 
     def issue_reduce_scatter(self, reduction: Reduction) -> None:
         """Start reducing over the shard axis."""
 
     def wait_reduce_scatter(self, reduction: Reduction) -> None:
         """Have the shards of the gradients, summed over the shard axis."""
+
+    def accumulate(self, reduction: Reduction) -> None:
+        """Add the shards to what the unit keeps; the unit's next all-reduce takes it up."""
 
     def issue_all_reduce(self, reduction: Reduction) -> None:
         """Start reducing the shards over the replica axis."""
@@ -64,6 +88,12 @@ class Runtime(Protocol):
     def settle(self, reduction: Reduction) -> None:
         """Hand the finished gradients to their parameters."""
 
+    def left_behind(self, reduced: Container[ScheduledUnit]) -> Iterable[Reduction]:
+        """Reductions of what is kept by units that are not `reduced` and have to hand their gradients over now."""
+
+    def forget_kept(self) -> None:
+        """Drop what `keep` and `accumulate` have kept, of every unit."""
+
     def in_backward(self) -> bool:
         """Tell whether the engine is running a backward pass now."""
 
@@ -71,15 +101,34 @@ class Runtime(Protocol):
         """Call back once this backward pass has computed every gradient."""
 
 
+@dataclass
+class Settings:
+    """What holds for all units of a tree."""
+
+    forward_prefetch_depth: int = 1
+    """How many units to fetch ahead in forward, by the order of the last one."""
+    backward_prefetch_depth: int = 1
+    """How many units to fetch ahead in backward, by the reversed order of the last forward."""
+    is_last_backward: bool = True
+    """Settle at the end of backward; if not, reductions go on until the end of a later one."""
+
+
 class Schedule:
     """The state machine for all units below one root. Every method is one event."""
 
-    def __init__(self, runtime: Runtime):
+    def __init__(self, runtime: Runtime, settings: Settings | None = None):
+        self.settings = Settings() if settings is None else settings
+        self.gathers = Gathers(runtime)
         self._runtime = runtime
-        self._gathered: dict[ScheduledUnit, None] = {}  # in order of gathering
         self._forwards: Counter[ScheduledUnit] = Counter()
+        self._entered: list[ScheduledUnit] = []  # in the forward of the root that runs now, or the last one
+        self._left: list[ScheduledUnit] = []
+        self._root_runs = False
+        self._forward_order = self._backward_order = Order()
         self.backward_number = 0
         """Counts backward passes, so that events of one are not taken for events of another."""
+        self._previous: Reduction | None = None
+        self._parked: list[Reduction] = []
         self._forget_backward()
 
     def _forget_backward(self) -> None:
@@ -87,53 +136,78 @@ class Schedule:
         self._armed = False
         self._backwards: Counter[ScheduledUnit] = Counter()
         self._reduced: set[ScheduledUnit] = set()
-        self._previous: Reduction | None = None
-        self._parked: list[Reduction] = []
-
-    def is_gathered(self, unit: ScheduledUnit) -> bool:
-        """Tell whether the full parameters of a unit may be read now."""
-        return unit in self._gathered
 
     def before_root_forward(self) -> None:
         """The outermost unit is entered: whatever an earlier step left behind (by an exception, or by a forward
-        that no backward followed) is out of date."""
+        that no backward followed) is out of date, unless it is kept on purpose."""
         if not self._runtime.in_backward():
             self._forwards.clear()
-            self._abandon()
-            self._forget_backward()
-            self._free_all()
+            self._abandon_backward()
+            self.gathers.free_what_is_not_kept()
+            self._forward_order = Order(self._entered)
+            self._entered, self._left, self._root_runs = [], [], True
+
+    def after_root_forward(self) -> None:
+        """The outermost unit is left."""
+        if not self._runtime.in_backward():
+            self._root_runs = False
+            self._backward_order = Order(reversed(self._left))
+            self.gathers.free_unused()
 
     def before_forward(self, unit: ScheduledUnit) -> None:
-        """A module is about to run."""
+        """A module is about to run. A recompute need not come to its end."""
+        self.gathers.have(unit)
+        if self._runtime.in_backward():
+            return
         self._forwards[unit] += 1
-        self._gather(unit)
+        if self._root_runs:
+            self._entered.append(unit)
+            following = self._forward_order.after(unit, self.settings.forward_prefetch_depth)
+            self.gathers.fetch_ahead(unit.forward_prefetch or following)
 
     def after_forward(self, unit: ScheduledUnit, recording: bool, watched: bool = True) -> None:
         """A module has run. In a recompute its parameters stay: the backward of the same module comes next.
 
         So they do after a recorded forward whose outputs can't be watched: nothing would gather them for backward.
         """
+        if self._runtime.in_backward():
+            return
         self._forwards[unit] -= 1
-        wanted = recording and not (unit.reshard_after_forward and watched)
-        if self._forwards[unit] <= 0 and not wanted and not self._runtime.in_backward():
-            self._free(unit)
+        if self._root_runs:
+            self._left.append(unit)
+        if self._forwards[unit] > 0 or (recording and not watched):
+            return
+        wish = unit.reshard_after_forward
+        if wish is False:
+            if not recording:
+                self.gathers.keep(unit)
+        elif wish is None:
+            if not recording:
+                self.gathers.free(unit)
+        elif wish is True or not recording:
+            self.gathers.free(unit)
+        else:
+            self.gathers.shrink(unit)
 
     def before_backward(self, unit: ScheduledUnit) -> None:
         """The first gradient has reached the outputs of one call of a module."""
         self._arm()
         self._backwards[unit] += 1
-        self._gather(unit)
+        if unit.unshard_in_backward:
+            self.gathers.have(unit)
+        following = self._backward_order.after(unit, self.settings.backward_prefetch_depth)
+        self.gathers.fetch_ahead(each for each in unit.backward_prefetch or following if each.unshard_in_backward)
 
     def after_backward(self, unit: ScheduledUnit) -> None:
         """The last gradient has left the inputs of one call of a module."""
         self._backwards[unit] -= 1
-        if self._backwards[unit] <= 0 and self._forwards[unit] <= 0:
-            self._free(unit)
+        if self._backwards[unit] <= 0 and self._forwards[unit] <= 0 and unit.reshard_after_backward:
+            self.gathers.free(unit)
 
     def gradients_ready(self, reduction: Reduction) -> None:
         """The gradients of all parameters of a unit are complete: Algorithm 1."""
         self._arm()
-        again = reduction.unit in self._reduced
+        again = reduction.unit in self._reduced and reduction.kind == "all"
         if again:
             self._drain()
         self._reduced.add(reduction.unit)
@@ -141,7 +215,9 @@ class Schedule:
         previous, self._previous = self._previous, None
         if previous is not None:
             self._runtime.wait_reduce_scatter(previous)  # (1)
-        if not reduction.unit.needs_reduction:
+        if reduction.kind == "none":
+            self._runtime.keep(reduction)
+        elif not reduction.unit.needs_reduction:
             self._runtime.settle(reduction)  # (2)
         else:
             self._runtime.issue_reduce_scatter(reduction)  # (3)
@@ -153,9 +229,16 @@ class Schedule:
 
     def end_of_backward(self) -> None:
         """Settlement: the only place that waits for the slow tier."""
-        self._drain()
-        self._free_all()
+        for reduction in self._runtime.left_behind(self._reduced):
+            self.gradients_ready(reduction)
+        if self.settings.is_last_backward:
+            self._drain()
+        self.gathers.after_backward()
         self._forget_backward()
+
+    def adopt(self, other: Schedule) -> None:
+        """Go on for units that have been on their own."""
+        self.gathers.take_over(other.gathers)
 
     def _arm(self) -> None:
         if not self._armed:
@@ -163,8 +246,11 @@ class Schedule:
             self._runtime.call_at_end_of_backward(self.end_of_backward)
 
     def _park(self, reduction: Reduction) -> None:
-        self._runtime.issue_all_reduce(reduction)
-        self._parked.append(reduction)
+        if reduction.kind == "scatter":
+            self._runtime.accumulate(reduction)
+        else:
+            self._runtime.issue_all_reduce(reduction)
+            self._parked.append(reduction)
 
     def _drain(self) -> None:
         if self._previous is not None:
@@ -176,24 +262,14 @@ class Schedule:
             self._runtime.wait_all_reduce(reduction)
             self._runtime.settle(reduction)
 
-    def _abandon(self) -> None:
-        """What an exception has left in flight must come to an end before its ranks communicate again."""
-        if self._previous is not None:
-            self._runtime.wait_reduce_scatter(self._previous)
-        for reduction in self._parked:
-            self._runtime.wait_all_reduce(reduction)
-
-    def _gather(self, unit: ScheduledUnit) -> None:
-        if unit not in self._gathered:
-            self._runtime.issue_gather(unit)
-            self._runtime.wait_gather(unit)
-            self._gathered[unit] = None
-
-    def _free(self, unit: ScheduledUnit) -> None:
-        if unit in self._gathered:
-            del self._gathered[unit]
-            self._runtime.free(unit)
-
-    def _free_all(self) -> None:
-        for unit in list(self._gathered):
-            self._free(unit)
+    def _abandon_backward(self) -> None:
+        """What an exception has left in flight must come to an end before its ranks communicate again. What was kept
+        for a sum is lost with it: a part of this backward's gradients may be in it."""
+        if self._armed:
+            if self._previous is not None:
+                self._runtime.wait_reduce_scatter(self._previous)
+            for reduction in self._parked:
+                self._runtime.wait_all_reduce(reduction)
+            self._previous, self._parked = None, []
+            self._runtime.forget_kept()
+        self._forget_backward()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from typing import Any, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, Module, Tensor
 from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.fsdp.accumulation import Kept
+from hyper_parallel.core.fsdp.gathers import Gathers
 from hyper_parallel.core.fsdp.parameter import ShardedParameter
 from hyper_parallel.core.fsdp.runtime import BackendRuntime, UnitReduction
-from hyper_parallel.core.fsdp.schedule import Schedule
+from hyper_parallel.core.fsdp.schedule import Schedule, Settings
+from hyper_parallel.core.mesh import DeviceMesh
 
 _ATTRIBUTE = "_hyper_parallel_unit"
 NO_COPY = (
@@ -19,51 +23,108 @@ NO_COPY = (
 
 
 class Unit:
-    """Made by `fully_shard`; lives on its module until `restore`.
+    """Made by `fully_shard`; lives on its modules until `restore`.
 
     Its schedule is shared with all units below the same root. The root is the unit whose module is run first with no
-    unit above it; it adopts the others at its first forward.
+    unit above it; it adopts the others at its first forward. A unit of several modules is gathered before the first of
+    them and freed after the last; to autograd they are one call.
     """
 
     def __init__(
         self,
         backend: Backend,
         name: str,
-        module: Module,
+        modules: Sequence[Module],
         parameters: Sequence[ShardedParameter],
-        shard_group: Group,
-        reshard_after_forward: bool | None,
+        mesh: DeviceMesh,
+        reshard_after_forward: bool | int | None,
     ):
         self.backend = backend
         self.name = name
-        self.module = module
+        self.modules = list(modules)
+        self._is_single = len(self.modules) == 1
         self.parameters = list(parameters)
         self._served = [each for each in parameters if each.is_served]
-        self.shard_group = shard_group
+        self.mesh = mesh
+        self.shard_group: Group = backend.collectives.groups(mesh.groups(("shard",)))
+        self.part_group: Group | None = None
+        """The ranks that gather again after a forward that has kept a part; None where everything is kept or freed."""
         self.needs_reduction = any(each.is_reduced for each in self.parameters)
-        self.reshard_after_forward = reshard_after_forward is not False
-        self._asked_to_reshard = reshard_after_forward
+        self._is_summed = any(each.sum_group.size > 1 for each in self.parameters)
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.gradient_divide_factor: float | None = None
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None
+        self.kept = Kept(backend.tensors)
+        self.settings = Settings()
+        """Those of the tree, once a root has adopted the unit."""
         self._schedule: Schedule | None = None
+        self._has_root = False
         self._below: list[Unit] | None = None  # all units of the tree, on the root only
         self._calls: list[_Call | None] = []  # running forwards, innermost last; None where nothing is recorded
+        self._still_to_run: list[Module] = []  # of several modules, those that this pass has not come to
+        self._call_of_pass: _Call | None = None
         self._attached: tuple[list[ShardedParameter], list[Tensor]] | None = None
         self._detached = False
-        self._hooks = [
-            backend.modules.before_forward(module, self._enter),
-            backend.modules.after_forward(module, self._leave),
-        ]
-        vars(module)[_ATTRIBUTE] = self
+        self.reshard_after_forward: bool | int | None = None
+        self.set_reshard_after_forward(reshard_after_forward)
+        self._hooks = []
+        for module in self.modules:
+            self._hooks.append(backend.modules.before_forward(module, partial(self._enter, module)))
+            self._hooks.append(backend.modules.after_forward(module, partial(self._leave, module)))
+            vars(module)[_ATTRIBUTE] = self
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the tree; a unit that no root has adopted becomes a root."""
-        if self._schedule is None:
+        if not self._has_root:
             self._become_root()
         return self._schedule
 
+    @property
+    def gathers(self) -> Gathers:
+        """What gathers and frees this unit; until a root adopts it, on its own."""
+        if self._schedule is None:
+            self._schedule = Schedule(BackendRuntime(self.backend, [self]), self.settings)
+        return self._schedule.gathers
+
+    @property
+    def accumulation(self) -> str:
+        """What becomes of gradients now: see `schedule.Reduction.kind`."""
+        if not self.requires_gradient_sync:
+            return "none"
+        return "all" if self.requires_all_reduce or not self._is_summed else "scatter"
+
+    def trainable(self) -> list[ShardedParameter]:
+        """The parameters whose gradients the unit takes, as they are now."""
+        return [each for each in self._served if self.backend.modules.is_trainable(each.parameter)]
+
+    def serve_all(self) -> None:
+        """Take the gradients of all parameters, also of those that autograd could be left alone with."""
+        self._served = self.parameters
+
+    def set_reshard_after_forward(self, asked: bool | int | None) -> None:
+        """See `hyper_parallel.fully_shard`; None is for the root to decide. Called by every rank."""
+        check_reshard_after_forward(asked, self.shard_group.size)
+        self.gathers.free(self)  # what is kept now may be of another size
+        size = self.shard_group.size
+        self.part_group = None
+        if asked is None or isinstance(asked, bool):
+            self.reshard_after_forward = asked
+            return
+        self.reshard_after_forward = {1: False, size: True}.get(asked, asked)
+        if 1 < asked < size:
+            groups = self.mesh.groups(("shard",))
+            parts = [group[start : start + asked] for group in groups for start in range(0, size, asked)]
+            self.part_group = self.backend.collectives.groups(parts)
+
     def is_gathered(self) -> bool:
         """Tell whether the full parameters are in memory."""
-        return self._schedule is not None and self._schedule.is_gathered(self)
+        return self.gathers.is_readable(self)
 
     def detach(self) -> None:
         """Take the hooks away; the parameters stay as they are."""
@@ -71,7 +132,8 @@ class Unit:
         self.hide()
         for hook in self._hooks:
             hook.remove()
-        vars(self.module).pop(_ATTRIBUTE, None)
+        for module in self.modules:
+            vars(module).pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict) -> Unit:
         raise ConfigError(NO_COPY)
@@ -82,38 +144,63 @@ class Unit:
     def reset(self) -> None:
         """Forget calls that never came to an end because of an exception."""
         self._calls.clear()
+        self._still_to_run = []
 
     def _become_root(self) -> None:
-        self._schedule = Schedule(BackendRuntime(self.backend))
-        self._below = [unit for unit in units_of(self.backend, self.module)]
+        if not self._is_single:
+            kinds = ", ".join(type(module).__name__ for module in self.modules)
+            raise ConfigError(
+                f"the unit of several modules ({kinds}) is run with no unit above it; call fully_shard on the module "
+                "that holds them, too, and run that one"
+            )
+        self._below = _checked_tree(self.backend, self.modules[0])
+        schedule = Schedule(BackendRuntime(self.backend, self._below), self.settings)
         for unit in self._below:
-            unit._schedule = self._schedule
-            unit.reshard_after_forward = unit is not self
-            if unit._asked_to_reshard is not None:
-                unit.reshard_after_forward = unit._asked_to_reshard
+            if unit._schedule is not None:
+                schedule.adopt(unit._schedule)
+            unit._schedule, unit._has_root, unit.settings = schedule, True, self.settings
             if unit is not self:
                 unit._below = None
+                if unit.reshard_after_forward is None:
+                    unit.reshard_after_forward = True
 
-    def _enter(self, args: tuple, kwargs: dict) -> None:
+    def _enter(self, module: Module, args: tuple, kwargs: dict) -> None:
         schedule = self.schedule
         if self._below is not None and not self.backend.autograd.in_backward():
             for unit in self._below:
                 unit.reset()
             schedule.before_root_forward()
-        schedule.before_forward(self)
+        if self._is_single or not self._still_to_run:
+            self._still_to_run, self._call_of_pass = list(self.modules), None
+            schedule.before_forward(self)
+        else:
+            schedule.gathers.have(self)
         recording = bool(self._served) and self.backend.autograd.grad_enabled()
-        self._calls.append(_Call(self, (args, kwargs)) if recording else None)
+        if recording and self._call_of_pass is None:
+            self._call_of_pass = _Call(self, (args, kwargs))
+        self._calls.append(self._call_of_pass if recording else None)
         self.show()
 
-    def _leave(self, output: Any) -> None:
+    def _leave(self, module: Module, output: Any) -> None:
         if not self._calls:
             raise ConfigError(
-                f"{type(self.module).__name__} calls itself, which the module of the outermost unit must not do; "
+                f"{type(module).__name__} calls itself, which the module of the outermost unit must not do; "
                 "make a module around it the outermost"
             )
         call = self._calls.pop()
         watched = call is None or call.watch_outputs(output)
-        self.schedule.after_forward(self, recording=call is not None, watched=watched)
+        self._still_to_run = [each for each in self._still_to_run if each is not module]
+        if self._is_single or not self._still_to_run or not watched:
+            self._finish_pass(call is not None, watched)
+        if self._below is not None and not self.backend.autograd.in_backward():
+            for unit in self._below:
+                if unit._still_to_run:
+                    unit._finish_pass(unit._call_of_pass is not None, watched=True)
+            self.schedule.after_root_forward()
+
+    def _finish_pass(self, recording: bool, watched: bool) -> None:
+        self._still_to_run = []
+        self.schedule.after_forward(self, recording, watched)
 
     def show(self) -> None:
         """Let modules see the full parameters until they are freed; recorded ones come out of one autograd node.
@@ -156,12 +243,12 @@ class Unit:
             return self._attach()
 
     def _attach(self) -> tuple[list[ShardedParameter], list[Tensor]]:
-        trainable = [each for each in self._served if self.backend.modules.is_trainable(each.parameter)]
+        trainable = self.trainable()
         if not trainable:
             return [], []
         if self._attached is None or self._attached[0] != trainable:
 
-            def reduce(gradients: list[Tensor | None]) -> list[Tensor]:
+            def reduce(gradients: list[Tensor | None]) -> Iterable[Tensor]:
                 return self._reduce(trainable, gradients)
 
             fulls = [each.full() for each in trainable]
@@ -169,12 +256,12 @@ class Unit:
             self._attached = trainable, self.backend.autograd.attach(parameters, fulls, reduce)
         return self._attached
 
-    def _reduce(self, parameters: list[ShardedParameter], gradients: list[Tensor | None]) -> list[Tensor]:
+    def _reduce(self, parameters: list[ShardedParameter], gradients: list[Tensor | None]) -> Iterable[Tensor]:
         self.check_attached()
         self._attached = None
         reduction = UnitReduction(self, parameters, gradients)
         self.schedule.gradients_ready(reduction)
-        return reduction.shards
+        return reduction.returned()
 
     def check_attached(self) -> None:
         """Refuse to go on with a graph from before `restore`."""
@@ -213,12 +300,41 @@ class _Call:
         if self._backward != schedule.backward_number:
             self._backward, self._missing = schedule.backward_number, self._inputs
             schedule.before_backward(self._unit)
-            self._unit.show()
+            if self._unit.is_gathered():
+                self._unit.show()
 
     def _input_done(self) -> None:
         self._missing -= 1
         if self._missing == 0 and self._backward == self._unit.schedule.backward_number:
             self._unit.schedule.after_backward(self._unit)
+
+
+def check_reshard_after_forward(asked: bool | int | None, size: int) -> None:
+    """Refuse what `set_reshard_after_forward` can't do with `size` ranks along `shard`."""
+    if asked is None or isinstance(asked, bool):
+        return
+    if not isinstance(asked, int) or asked < 1 or size % asked:
+        raise ConfigError(
+            f"reshard_after_forward is {asked!r}; write True, False or a divisor of the {size} ranks along 'shard', "
+            "the number of ranks that hold a copy together after forward"
+        )
+
+
+def _checked_tree(backend: Backend, root: Module) -> list[Unit]:
+    """All units of a tree, named after their modules; refuses those that other ranks share."""
+    units = list(units_of(backend, root))
+    everyone = set(units[0].mesh.ranks)
+    for path, module in backend.modules.named_modules(root):
+        unit = unit_of(module)
+        if unit is None:
+            continue
+        unit.name = unit.name or path
+        if set(unit.mesh.ranks) != everyone:
+            raise ConfigError(
+                f"the unit {path} is sharded over the ranks {sorted(unit.mesh.ranks)}, its outermost unit over "
+                f"{sorted(everyone)}; give every unit of a model a mesh of the same ranks"
+            )
+    return units
 
 
 def unit_of(module: Module) -> Unit | None:

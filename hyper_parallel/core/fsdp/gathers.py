@@ -1,0 +1,106 @@
+"""Which units are gathered, and which on their way: the only caller of what gathers and frees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Iterable
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.fsdp.schedule import Runtime, ScheduledUnit
+
+
+class Gathers:
+    """Full parameters come and go here. A buffer is never freed while a collective fills it."""
+
+    def __init__(self, runtime: Runtime):
+        self._runtime = runtime
+        self._coming: dict[ScheduledUnit, None] = {}  # issued, not waited for; in order, as all ranks wait alike
+        self._readable: dict[ScheduledUnit, None] = {}
+        self._ahead: set[ScheduledUnit] = set()  # fetched for a use that has not come yet
+        self._shrunk: dict[ScheduledUnit, None] = {}  # a part is kept, from which a smaller group gathers again
+        self._kept: set[ScheduledUnit] = set()  # stays when a new forward begins
+        self.unused = 0
+        """How often a unit was fetched ahead for a use that did not come."""
+
+    def is_readable(self, unit: ScheduledUnit) -> bool:
+        """Tell whether the full parameters may be read now."""
+        return unit in self._readable
+
+    def fetch(self, unit: ScheduledUnit) -> None:
+        """Start gathering, if need be."""
+        if unit not in self._readable and unit not in self._coming:
+            self._runtime.issue_gather(unit)
+            self._coming[unit] = None
+
+    def fetch_ahead(self, units: Iterable[ScheduledUnit]) -> None:
+        """Start gathering what is likely to be used next."""
+        for unit in units:
+            if unit not in self._readable and unit not in self._coming:
+                self.fetch(unit)
+                self._ahead.add(unit)
+
+    def have(self, unit: ScheduledUnit) -> None:
+        """Make the full parameters readable."""
+        self.fetch(unit)
+        self._arrive(unit)
+        self._ahead.discard(unit)
+
+    def keep(self, unit: ScheduledUnit) -> None:
+        """Let a unit stay as it is when the next forward begins."""
+        self._kept.add(unit)
+
+    def free(self, unit: ScheduledUnit) -> None:
+        """Give the memory back, once nothing writes to it any more."""
+        self._arrive(unit)
+        if unit in self._readable or unit in self._shrunk:
+            self._readable.pop(unit, None)
+            self._shrunk.pop(unit, None)
+            self._runtime.free(unit)
+        self._kept.discard(unit)
+        if unit in self._ahead:
+            self._ahead.discard(unit)
+            self.unused += 1
+
+    def shrink(self, unit: ScheduledUnit) -> None:
+        """Keep no more than this rank's part of what a smaller group holds together."""
+        self._arrive(unit)
+        if unit in self._readable:
+            del self._readable[unit]
+            self._kept.discard(unit)
+            self._shrunk[unit] = None
+            self._runtime.shrink(unit)
+
+    def free_unused(self) -> None:
+        """Free what was fetched ahead for a use that did not come."""
+        for unit in {**self._readable, **self._coming}:
+            if unit in self._ahead:
+                self.free(unit)
+
+    def free_what_is_not_kept(self) -> None:
+        """Free whatever is left of earlier passes."""
+        for unit in {**self._readable, **self._coming, **self._shrunk}:
+            if unit not in self._kept:
+                self.free(unit)
+
+    def after_backward(self) -> None:
+        """Free everything but what is to stay from one backward to the next forward."""
+        for unit in {**self._readable, **self._coming, **self._shrunk}:
+            if unit.reshard_after_backward or unit not in self._readable:
+                self.free(unit)
+            else:
+                self._kept.add(unit)
+
+    def take_over(self, other: Gathers) -> None:
+        """Go on with what another one has gathered."""
+        for unit in list(other._coming):
+            other._arrive(unit)
+        self._readable.update(other._readable)
+        self._shrunk.update(other._shrunk)
+        self._kept |= other._kept
+        self._ahead |= other._ahead
+        self.unused += other.unused
+
+    def _arrive(self, unit: ScheduledUnit) -> None:
+        if unit in self._coming:
+            del self._coming[unit]
+            self._runtime.wait_gather(unit)
+            self._readable[unit] = None
