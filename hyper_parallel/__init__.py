@@ -42,6 +42,7 @@ _WHERE = {
     "fully_shard": "api",
     "fully_sharded": "api",
     "restore": "api",
+    "collectives": "api",
     "layout_of": "api",
     "trainable_parameters": "api",
     "full_parameters": "api",

@@ -15,6 +15,7 @@ from hyper_parallel.core.errors import ConfigError, PlanError
 from hyper_parallel.core.execution import loss
 from hyper_parallel.core.execution.apply import Execution, apply_plan, execution_of
 from hyper_parallel.core.execution.apply import restore as restore_model
+from hyper_parallel.core.execution.region_collectives import RegionCollectives, collectives_of
 from hyper_parallel.core.fsdp import build, clip
 from hyper_parallel.core.fsdp.controls import FullySharded, handle_of
 from hyper_parallel.core.fsdp.unit import units_of
@@ -272,6 +273,23 @@ def restore(model: Module) -> Module:
     """
     restore_model(backends.of_model(model), model)
     return model
+
+
+def collectives(module: Module) -> RegionCollectives:
+    """The other ranks, for the forward of a module of an opaque region: `hyper_parallel.collectives(self)`.
+
+    Its functions are differentiable and take plain local tensors and the name of a mesh axis. They do nothing where
+    nobody has parallelized the model or the axis has one rank, so the same code runs on one device. docs/regions.md
+    tells more.
+
+    Args:
+        module: registered in the model when it is parallelized; one that is not is taken for a model of its own, on one
+            device.
+
+    Raises:
+        ConfigError: `module` is no module.
+    """
+    return collectives_of(backends.of_model(module), module)
 
 
 def layout_of(parameter: Parameter) -> Layout | None:

@@ -8,10 +8,13 @@ changed, as data, and all of it is undone by `restore`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 from hyper_parallel.core.backend import Module, Tensor
 from hyper_parallel.core.execution.boundary import Change, ChangeArguments, Region
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.execution.region_collectives import RegionCollectives
 
 _ABSENT = object()
 
@@ -22,7 +25,8 @@ class Adaptations:
 
     Changes are by the name of a module: `arguments` come before the contract's transition, `results` after the module
     and before it, `handed_on` after it; `regions` stand closest to the module. `shares` say of a parameter that one
-    tensor rank adds what this rank's modules see of it. `problems` say why the plan can't be run on this model.
+    tensor rank adds what this rank's modules see of it. `collectives` are those that modules are handed. `problems` say
+    why the plan can't be run on this model.
     """
 
     arguments: dict[str, list[ChangeArguments]] = field(default_factory=dict)
@@ -30,6 +34,7 @@ class Adaptations:
     handed_on: dict[str, list[Change]] = field(default_factory=dict)
     regions: dict[str, Region] = field(default_factory=dict)
     shares: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    collectives: list[RegionCollectives] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _shown: list[tuple[Module, str, Any]] = field(default_factory=list)
     _before: list[tuple[dict, str, Any]] = field(default_factory=list)

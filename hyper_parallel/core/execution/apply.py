@@ -14,6 +14,7 @@ from hyper_parallel.core.execution.causal_loss import find_losses
 from hyper_parallel.core.execution.experts import find_dispatches
 from hyper_parallel.core.execution.facts import Facts
 from hyper_parallel.core.execution.heads import find_heads
+from hyper_parallel.core.execution.region_collectives import find_collectives
 from hyper_parallel.core.execution.vocabulary import find_embeddings
 from hyper_parallel.core.fsdp import build
 from hyper_parallel.core.fsdp.controls import check_names
@@ -98,7 +99,7 @@ def find_adaptations(facts: Facts) -> Adaptations:
         PlanError: something that a module would have to be told can't be; lists all of it.
     """
     adaptations = Adaptations()
-    for find in (find_heads, find_embeddings, find_biases, find_losses, find_dispatches):
+    for find in (find_heads, find_embeddings, find_biases, find_losses, find_dispatches, find_collectives):
         find(facts, adaptations)
     checks.refuse(adaptations.problems, facts.plan)
     return adaptations

@@ -8,16 +8,15 @@ experts only; the results travel back and are summed up. Gradients travel the ot
 
 from __future__ import annotations
 
-from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.backend import Backend, Group, Module, Tensor
+from hyper_parallel.core.backend import Backend, Module, Tensor
 from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.facts import Facts
+from hyper_parallel.core.execution.travel import Travel
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
 
@@ -43,15 +42,10 @@ class Dispatch:
     def __init__(self, backend: Backend, name: str, mesh: DeviceMesh, count: int):
         self._backend = backend
         self._name = name
-        self._mesh = mesh
+        self._travel = Travel(backend, mesh)
         self._ranks = mesh.axis_size("expert")
         self._count = count
         self._trip: _Trip | None = None
-
-    @cached_property
-    def _group(self) -> Group:
-        """The ranks that share the experts; made when they first meet."""
-        return self._backend.collectives.groups(self._mesh.groups(("expert",)))
 
     def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with what has come for this rank's experts: tokens `[M, H]`, experts counted from this rank's
@@ -65,20 +59,23 @@ class Dispatch:
         tokens, chosen, weights = (named[key] for key in keys)
         order, owners = self._order(chosen)
         sent = np.bincount(owners, minlength=self._ranks).tolist()
-        received = self._counts(sent)
+        received = self._travel.counts(sent, "expert")
         from_numpy, shape = self._backend.tensors.from_numpy, tuple(int(size) for size in chosen.shape)
         rows = from_numpy(order)
         self._trip = _Trip(sent, received, from_numpy(np.argsort(order, kind="stable")), shape)
-        experts = self._exchange((chosen % self._count).reshape(-1, 1)[rows], sent, received)
-        tokens = self._exchange(tokens[from_numpy(order // shape[1])], sent, received)
-        weights = self._exchange(weights.reshape(-1, 1)[rows], sent, received)
-        named |= dict(zip(keys, (tokens, experts, weights)))
+        leaving = (
+            tokens[from_numpy(order // shape[1])],
+            (chosen % self._count).reshape(-1, 1)[rows],
+            weights.reshape(-1, 1)[rows],
+        )
+        come = (self._travel.rows(each, "expert", sent, received) for each in leaving)
+        named |= dict(zip(keys, come))
         return tuple(named[place] for place in range(len(args))), {key: named[key] for key in kwargs}
 
     def leave(self, output: Tensor) -> Tensor:
         """For each token that this rank has sent the sum of its experts' results, `[N, H]`."""
         trip, self._trip = self._trip, None
-        results = self._exchange(output, trip.received, trip.sent)[trip.places]
+        results = self._travel.rows(output, "expert", trip.received, trip.sent)[trip.places]
         return results.reshape((*trip.shape, *results.shape[1:])).sum(1)
 
     def _find(self, named: dict[Any, Any]) -> tuple[Any, Any, Any]:
@@ -108,32 +105,6 @@ class Dispatch:
                 f"{self._count * self._ranks}"
             )
         return np.argsort(owners, kind="stable"), owners
-
-    def _counts(self, sent: list[int]) -> list[int]:
-        """How many rows come from each rank."""
-        tensors = self._backend.tensors
-        counts = tensors.zeros((self._ranks,), "int64")
-        self._backend.collectives.all_to_all(counts, tensors.from_numpy(np.array(sent, "int64")), self._group)
-        return tensors.to_numpy(counts).tolist()
-
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Rows of equal length, sorted by destination, for those that come from each rank; a row of zeros where none
-        comes. So the module's code always has something to run on, and gradients travel on every rank or on none."""
-        width = tuple(int(size) for size in rows.shape[1:])
-        return self._backend.autograd.differentiable(
-            rows,
-            lambda tensor: (self._travel(tensor, width, sent, received), None),
-            lambda gradient, _: self._travel(gradient, width, received, sent),
-        )
-
-    def _travel(self, tensor: Tensor, width: tuple[int, ...], sent: list[int], received: list[int]) -> Tensor:
-        tensors, each = self._backend.tensors, prod(width)
-        going, coming = sum(sent) * each, sum(received) * each
-        outgoing = tensors.alias(tensors.flat(tensor), 0, (going,))  # not the row of zeros
-        arrived = tensors.buffer(tensor, coming or each, zero=not coming)
-        splits = [count * each for count in received], [count * each for count in sent]
-        self._backend.collectives.all_to_all(tensors.alias(arrived, 0, (coming,)), outgoing, self._group, *splits)
-        return tensors.alias(arrived, 0, (sum(received) or 1, *width))
 
 
 def find_dispatches(facts: Facts, found: Adaptations) -> None:

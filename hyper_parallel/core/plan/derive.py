@@ -26,6 +26,7 @@ from hyper_parallel.core.plan.placing import BY_TOKEN, DATA_PARALLEL, Surroundin
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.plan.roles import all_names, assign_roles
 from hyper_parallel.core.plan.templates import Member, Streams, boundaries, scopes
+from hyper_parallel.core.plan.trusted import settle_trusted
 from hyper_parallel.core.plan.whole import acting_kinds, first_parameters, settle_whole, whole_places, with_whole
 
 
@@ -125,6 +126,7 @@ def make_draft(model: ModelDescription, mesh: DeviceMesh, overrides: Overrides) 
     acts_in = {name: each.module for each in groups for name in each.parameters}
     acts_in |= {name: place.module or place.inside for name, place in places.items()}
     _settle_by_token(members, acts_in, plans, kinds, mesh)
+    settle_trusted(members, acts_in, plans, usual, overrides, mesh)
     for name in places:
         if (said := overrides.pending(name)) is not None:
             axes = tuple(axis for axis in active(mesh) if axis in BATCH_AXES or axis in said)

@@ -20,6 +20,7 @@ from hyper_parallel.core.plan.placing import DATA_PARALLEL, Problem, Surrounding
 from hyper_parallel.core.plan.role_rules import ROLES
 from hyper_parallel.core.plan.roles import all_names, assign_roles
 from hyper_parallel.core.plan.templates import Member, scopes
+from hyper_parallel.core.plan.trusted import parameters_of
 from hyper_parallel.core.plan.violations import Finding, Violation, report, together
 from hyper_parallel.core.plan.whole import above
 
@@ -52,12 +53,26 @@ def _axes(draft: Draft) -> Iterator[Finding]:
 
 
 def _pending(draft: Draft) -> Iterator[Finding]:
-    """Pending axes by hand where a role decides them."""
+    """Pending axes by hand where a role decides them, or where the parameter is cut."""
+    trusted = _in_trusted_regions(draft)
     for name in draft.overrides.parameters:
-        member = draft.members.get(name)
-        if member and draft.overrides.pending(name) is not None and member.assignment.role != "whole":
+        member, said = draft.members.get(name), draft.overrides.pending(name)
+        if not member or said is None:
+            continue
+        cut = [axis for axis in said if axis in member.placed.placements]
+        if name in trusted and cut:
+            message = f"is cut over {_list(cut)}, where each rank has the gradient of its own part"
+            yield Finding("override", name, message, name, "{pending: auto}", because=member.assignment.rule)
+        elif name not in trusted and member.assignment.role != "whole":
             message = f"is {member.assignment.role}, which decides along which axes its gradient is pending"
             yield Finding("override", name, message, name, "{pending: auto}", because=member.assignment.rule)
+
+
+def _in_trusted_regions(draft: Draft) -> set[str]:
+    """The parameters of regions that an override declares opaque."""
+    acts_in = {name: each.module for each in draft.groups for name in each.parameters}
+    plans = [each for each in draft.boundaries if draft.overrides.is_opaque(each.module)]
+    return {name for each in plans for name in parameters_of(each.module, acts_in, draft.boundaries)}
 
 
 def _unknown(draft: Draft, whole: WholeParameters) -> Iterator[Finding]:

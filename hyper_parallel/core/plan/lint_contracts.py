@@ -67,7 +67,7 @@ def lint_contracts(draft: Draft, told: Container[tuple[str, str, str]] = ()) -> 
 
 def is_trusted(draft: Draft, module: str) -> bool:
     """Tell whether an override declares an opaque region here, which communicates by itself."""
-    return draft.overrides.modules.get(module, {}).get(("kind",)) == "opaque"
+    return draft.overrides.is_opaque(module)
 
 
 def is_given(draft: Draft, module: str, *way: str) -> bool:

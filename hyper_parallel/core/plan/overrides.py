@@ -107,6 +107,10 @@ class Overrides:
         found = self.parameters.get(name, {}).get(("pending",), AUTO)
         return None if found == AUTO else found
 
+    def is_opaque(self, module: str) -> bool:
+        """Tell whether the user declares an opaque region here, which communicates by itself and is trusted."""
+        return self.modules.get(module, {}).get(("kind",)) == "opaque"
+
     def without_types(self, modules: Iterable[str]) -> Overrides:
         """The same with the types of some modules left to the planner."""
         others = {

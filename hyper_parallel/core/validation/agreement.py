@@ -30,11 +30,11 @@ class Agreement:
     def __init__(self, backend: Backend, mesh: DeviceMesh, is_real: bool):
         self._backend = backend
         self._mesh = mesh
-        self._is_real = is_real
+        self.is_real = is_real
 
     def check(self, tensor: Tensor, axes: Sequence[str], fail: Callable[[str], Exception]) -> None:
         """Raise what `fail` makes of the problem where the ranks along one of the axes hold different values."""
-        if not axes or not self._is_real or "float" not in self._backend.tensors.dtype_name(tensor):
+        if not axes or not self.is_real or "float" not in self._backend.tensors.dtype_name(tensor):
             return
         own = self._measure(tensor)
         tolerance = TOLERANCE.get(self._backend.tensors.dtype_name(tensor), HALF_TOLERANCE)

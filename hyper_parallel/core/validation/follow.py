@@ -16,6 +16,7 @@ from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCross
 from hyper_parallel.core.validation.contracts import check_ends, contract_states
 from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
 from hyper_parallel.core.validation.parameters import line_of, parameter_states
+from hyper_parallel.core.validation.regions import RegionLook
 from hyper_parallel.core.validation.samples import check_samples
 from hyper_parallel.core.validation.watch import Track, Watch
 
@@ -44,6 +45,8 @@ class Following(Maker):
         self._interception = facts.backend.interception
         self._opaque = [each.module for each in facts.plan.boundaries if each.region == "opaque"]
         self._agreement = Agreement(facts.backend, mesh, is_real)
+        for each in adaptations.collectives:
+            each.look = RegionLook(facts.backend, mesh, self._agreement)
         self.watch = Watch(
             facts.backend,
             axes,

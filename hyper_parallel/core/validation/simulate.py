@@ -232,7 +232,7 @@ class _Trusting:
         try:
             return self._forward(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, ContractError) and error.__cause__ is None:
-                raise  # what the rules refuse; what the framework refuses has its error as cause
+            if isinstance(error, HyperParallelError) and error.__cause__ is None:
+                raise  # what is refused here; what the framework refuses has its error as cause
             self._run.trusted.append(self._name)
             return self._run.following.trusted(self._name, args, kwargs)
