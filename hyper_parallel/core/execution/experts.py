@@ -15,7 +15,7 @@ import numpy as np
 from hyper_parallel.core.backend import Backend, Module, Tensor
 from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.adaptations import Adaptations
-from hyper_parallel.core.execution.facts import Facts
+from hyper_parallel.core.execution.facts import Facts, is_in
 from hyper_parallel.core.execution.travel import Travel
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
@@ -108,12 +108,16 @@ class Dispatch:
 
 
 def find_dispatches(facts: Facts, found: Adaptations) -> None:
-    """Let tokens travel around every module of packed experts that `expert` deals out."""
+    """Let tokens travel around every module of packed experts that `expert` deals out. Below an opaque region it does so
+    by itself."""
+    regions = [each.module for each in facts.plan.boundaries if each.region == "opaque"]
     ranks = facts.plan.mesh.axis_size("expert")
     for parameter in facts.plan.parameters:
         if parameter.placements.get("expert") == Shard(0):
             for use in facts.uses[parameter.name]:
                 name = use.name.rpartition(".")[0]
+                if any(name != region and is_in(name, region) for region in regions):
+                    continue
                 found.regions[name] = Dispatch(facts.backend, name, facts.plan.mesh, parameter.shape[0] // ranks)
                 _count_own(found, use.owner, parameter.shape[0], ranks)
 

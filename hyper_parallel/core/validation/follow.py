@@ -79,7 +79,7 @@ class Following(Maker):
         crossing = super().crossing(planned, contract, side)
         if contract.dims <= 2 or self._is_inside_opaque(planned.module):
             return crossing
-        vouched = side == "output" and planned.region == "opaque"
+        vouched = side == "output" and planned.region == "opaque" and bool(self.watch.axes)
         return CheckedCrossing(
             self.watch, contract, crossing, self._rows, self._agreement, planned.module, side, vouched
         )
