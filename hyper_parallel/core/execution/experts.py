@@ -108,8 +108,8 @@ class Dispatch:
 
 
 def find_dispatches(facts: Facts, found: Adaptations) -> None:
-    """Let tokens travel around every module of packed experts that `expert` deals out. Below an opaque region it does so
-    by itself."""
+    """Let tokens travel around every module of packed experts that `expert` deals out. Below an opaque region they
+    travel by the region's own code."""
     regions = [each.module for each in facts.plan.boundaries if each.region == "opaque"]
     ranks = facts.plan.mesh.axis_size("expert")
     for parameter in facts.plan.parameters:

@@ -36,9 +36,13 @@ def settle_trusted(
         if plan.kind in EDGES or not overrides.is_opaque(plan.module):
             continue
         now, before = (_gradient_taken(each) for each in (plan, usual[plan.module]))
-        for name in parameters_of(plan.module, acts_in, plans):
+        names = list(parameters_of(plan.module, acts_in, plans))
+        shared = {members[name].linear for name in names if members[name].is_cut and members[name].tensor == "input"}
+        for name in names:
             placed, said = members[name].placed, overrides.pending(name)
             axes = tuple(axis for axis in active(mesh) if _is_pending(axis, placed, now, before, said))
+            if members[name].linear in shared and not members[name].is_cut:
+                axes = placed.pending  # the first tensor rank adds this bias, and has its gradient
             members[name] = replace(members[name], placed=replace(placed, pending=axes))
 
 

@@ -79,6 +79,8 @@ class Following(Maker):
         crossing = super().crossing(planned, contract, side)
         if contract.dims <= 2 or self._is_inside_opaque(planned.module):
             return crossing
+        if crossing is None and side == "input" and planned.region == "opaque":
+            crossing = _one_of_its_own
         vouched = side == "output" and planned.region == "opaque" and bool(self.watch.axes)
         return CheckedCrossing(
             self.watch, contract, crossing, self._rows, self._agreement, planned.module, side, vouched
@@ -149,6 +151,11 @@ class _Path:
         while self._watch.running and self._watch.running.pop() != self._name:
             pass
         return output
+
+
+def _one_of_its_own(tensor: Tensor) -> Tensor:
+    """The same values in a tensor that nobody else has, so that its gradient is what an opaque region sends back."""
+    return tensor * 1
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ class RegionLook:
 
     def agree(self, where: str, axis: str, told: tuple, counts: Counts | None, problem: str | None) -> None:
         """See `Look`."""
+        if not self._agreement.is_real:
+            if problem is not None:
+                raise ContractError(f"{where}: {problem}")
+            return
         collectives = self._backend.collectives
         group = collectives.groups([self._mesh.group_of(collectives.rank(), [axis])])
         everyone = collectives.gather_objects((told, counts, problem), group)
@@ -32,7 +36,7 @@ class RegionLook:
                     f"{where}: the ranks of the axis do not call the same: rank 0 calls {_written(everyone[0][0])}, "
                     f"rank {place} {_written(other)}"
                 )
-        if counts is not None and self._agreement.is_real:
+        if counts is not None:
             _check_counts(where, [each for _, each, _ in everyone])
 
     def same(self, where: str, axis: str, tensor: Tensor) -> None:

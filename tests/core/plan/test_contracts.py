@@ -225,6 +225,32 @@ def test_an_opaque_region_is_trusted_with_its_contracts():
     assert attention.inputs[0].after == {"tensor": Shard(1)}
 
 
+def test_an_opaque_region_that_takes_a_part_of_the_tokens_has_a_part_of_every_gradient():
+    whole = {"parameters": {LAYER + "self_attn.**": {"placements": {"tensor": "replicate"}}}}
+    ends = {
+        "inputs": {"hidden": {"after": {"tensor": "shard(1)"}}},
+        "outputs": {"hidden": {"before": {"tensor": "shard(1)"}}},
+    }
+    asked = whole | {"regions": {LAYER + "self_attn": {"kind": "opaque", **ends}}}
+    sees_all, sees_part = (derive(stored("qwen3"), DeviceMesh((2,), ("tensor",)), each) for each in (whole, asked))
+    members = [each.name for each in sees_all.parameters if each.boundary == "model.layers.0.self_attn"]
+    assert {sees_all[name].pending for name in members} == {()}
+    assert {sees_part[name].pending for name in members} == {("tensor",)}
+
+    norm = {"model.layers.0.self_attn.k_norm.weight": {"pending": "none"}}
+    by_hand = derive(stored("qwen3"), DeviceMesh((2,), ("tensor",)), asked | {"parameters": whole["parameters"] | norm})
+    assert {name for name in members if not by_hand[name].pending} == set(norm)
+
+
+def test_a_gradient_is_not_pending_where_its_parameter_is_cut():
+    asked = region("opaque") | {"parameters": {LAYER + "self_attn.q_proj.weight": {"pending": ["tensor"]}}}
+    (found,) = mended("llama", TWO, asked)
+    assert (found.rule, found.message) == (
+        "override",
+        "is cut over tensor, where each rank has the gradient of its own part",
+    )
+
+
 def test_a_transparent_region_is_checked_inside():
     (found,) = mended("llama", TWO, region("transparent"))
     assert (found.rule, found.section) == ("contract", "regions")
