@@ -73,6 +73,10 @@ class Tensors(Protocol):
     def to_device(self, tensor: Tensor) -> Tensor:
         """The tensor itself where this process's operators find it, else a copy on this process's device."""
 
+    def on_host(self, numel: int, dtype: str, pinned: bool) -> Tensor:
+        """A new 1-D tensor in the host's memory, contents undefined; `pinned` for the device to reach, where there is
+        one."""
+
     def empty(self, shape: Sequence[int], dtype: str) -> Tensor:
         """A new contiguous tensor on this process's device, contents undefined."""
 
@@ -91,6 +95,16 @@ class Tensors(Protocol):
     def alias(self, flat: Tensor, start: int, shape: Sequence[int]) -> Tensor:
         """A contiguous tensor of `shape` over the elements `[start, start + prod(shape))` of the 1-D contiguous
         tensor `flat`. Shares its storage: a write through either, collectives included, shows in both. No history."""
+
+    def stretched(self, tensor: Tensor, numel: int) -> Tensor | None:
+        """The `numel` elements from the first one of a contiguous tensor on, as a 1-D tensor over the same storage,
+        beyond the tensor's end if need be; None where the storage ends before."""
+
+    def address(self, tensor: Tensor) -> int:
+        """Where in memory the first element lies, in bytes."""
+
+    def item_bytes(self, dtype: str) -> int:
+        """Bytes of one element."""
 
     def reads_parts_in_place(self) -> bool:
         """Tell whether operators read an alias of a part of a buffer where it is; if not, they read (and autograd
@@ -205,6 +219,10 @@ class Collectives(Protocol):
 
     def scatters_uneven(self) -> bool:
         """Tell whether `reduce_scatter` takes pieces of different sizes on this device."""
+
+    def folds_scale(self, casts: bool) -> bool:
+        """Tell whether `reduce_scatter` scales in a pass that it makes anyway on this device, where it casts as well or
+        does not."""
 
     def all_gather(
         self,

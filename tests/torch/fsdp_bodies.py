@@ -8,9 +8,12 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
+from hyper_parallel.core.fsdp.counts import total
+from hyper_parallel.core.fsdp.unit import units_of
 from tests.equivalence.fsdp_bodies import shard, worst
 from tests.equivalence.toy import ToyConfig, batch, build
 
@@ -253,3 +256,50 @@ def misuse(backend):
         except hp.HyperParallelError as error:
             messages[name] = str(error)
     return messages
+
+
+class _Packed(TorchDispatchMode):
+    """Counts the bytes that FSDP2's packing operators write."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = {"copy_in": 0, "copy_out": 0, "chunk_cat": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "fsdp":
+            name = function._schema.name.removeprefix("fsdp::")
+            if name == "all_gather_copy_in":
+                self.written["copy_in"] += result[0].nbytes
+            elif name == "split_with_sizes_copy":
+                self.written["copy_out"] += sum(each.nbytes for each in kwargs["out"])
+            elif name == "chunk_cat":
+                self.written["chunk_cat"] += kwargs["out"].nbytes
+        return result
+
+
+def copies_beside_fsdp2(backend):
+    """Bytes that a step copies around its collectives: ours, FSDP2's as measured, and FSDP2's as they should be."""
+    config = ToyConfig(inputs=5, width=4, hidden=7)
+    rank, ranks = backend.collectives.rank(), backend.collectives.world_size()
+    (ours, our_loss), (theirs, their_loss) = build(backend, config), build(backend, config)
+    for model in (ours, theirs):
+        del model.temperature  # FSDP2 refuses scalars
+        model.temperature = 2.0
+    shard(ours, hp.DeviceMesh((ranks,), ("shard",)))
+    for block in theirs.layers:
+        fsdp2(block)
+    fsdp2(theirs)
+    x = batch(backend, config, rank)
+    our_loss(x).backward()
+    with _Packed() as packed:
+        their_loss(x).backward()
+    expected = dict.fromkeys(packed.written, 0)
+    for name, parameter in theirs.named_parameters():
+        row = parameter[0].numel() * parameter.element_size()
+        padded = -(-parameter.shape[0] // ranks) * ranks * row  # every piece as long as the longest
+        gathers = 2 if name.startswith("layers") else 1
+        expected["copy_in"] += gathers * padded // ranks
+        expected["copy_out"] += gathers * padded
+        expected["chunk_cat"] += padded
+    return total(each for unit in units_of(backend, ours) for each in unit.parameters).copied, packed.written, expected

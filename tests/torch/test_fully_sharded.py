@@ -12,6 +12,12 @@ def test_training_equals_pytorch_fsdp2(pool, sizes):
     assert max(pool("torch", ranks).run(f"{BODIES}:beside_fsdp2", sizes)) < BOUND
 
 
+def test_nothing_is_copied_around_collectives_where_fsdp2_packs_and_unpacks(pool):
+    for ours, measured, expected in pool("torch", 2).run(f"{BODIES}:copies_beside_fsdp2"):
+        assert ours == 0
+        assert measured == expected and all(expected.values())
+
+
 def test_gradients_accumulate_on_grad(pool):
     assert max(pool("torch", 2).run(f"{BODIES}:accumulated")) < BOUND
 

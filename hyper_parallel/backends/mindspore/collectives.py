@@ -118,6 +118,11 @@ def scatters_uneven() -> bool:
     return on_cpu()
 
 
+def folds_scale(casts: bool) -> bool:
+    """See `core.backend.Collectives`."""
+    return casts or on_cpu()
+
+
 def all_gather(
     output: ms.Tensor,
     input: ms.Tensor,

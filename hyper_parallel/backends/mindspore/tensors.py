@@ -83,8 +83,18 @@ def without_values(shape: Sequence[int], dtype: str) -> ms.Tensor:
 
 
 def to_device(tensor: ms.Tensor) -> ms.Tensor:
-    """The tensor itself: MindSpore moves a tensor when an operator needs it elsewhere."""
-    return tensor
+    """The tensor itself where this process's operators find it, else a copy on this process's device."""
+    if on_cpu() or tensor.device != "CPU":
+        return tensor
+    made = empty(tensor.shape, dtype_name(tensor))
+    copy_(made, tensor)
+    return made
+
+
+def on_host(numel: int, dtype: str, pinned: bool) -> ms.Tensor:
+    """A new 1-D tensor in the host's memory, contents undefined; `pinned` for the device to reach, where there is
+    one."""
+    return mint.empty((numel,), dtype=_dtype(dtype), device="CPU", pin_memory=pinned and not on_cpu())
 
 
 def empty(shape: Sequence[int], dtype: str) -> ms.Tensor:
@@ -139,6 +149,25 @@ def alias(flat: ms.Tensor, start: int, shape: Sequence[int]) -> ms.Tensor:
     if count and not storage_bytes(flat):
         raise LayoutError("an alias can't be made while the storage is released: call restore_storage first")
     return _over_storage(flat, start, shape)
+
+
+def stretched(tensor: ms.Tensor, numel: int) -> ms.Tensor | None:
+    """The `numel` elements from the first one of a contiguous tensor on, as a 1-D tensor over the same storage, beyond
+    the tensor's end if need be; None where the storage ends before."""
+    _require_contiguous(tensor, "tensor")
+    if storage_bytes(tensor) < (tensor.storage_offset() + numel) * tensor.itemsize:
+        return None
+    return _over_storage(tensor, 0, (numel,))
+
+
+def address(tensor: ms.Tensor) -> int:
+    """Where in memory the first element lies, in bytes."""
+    return tensor.data_ptr()
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    return numpy_dtype(dtype).itemsize
 
 
 def reads_parts_in_place() -> bool:

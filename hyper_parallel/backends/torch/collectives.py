@@ -98,6 +98,11 @@ def scatters_uneven() -> bool:
     return device().type == "cpu"
 
 
+def folds_scale(casts: bool) -> bool:
+    """See `core.backend.Collectives`. NCCL multiplies what it reads."""
+    return casts or device().type == "cpu" or dist.get_backend() == "nccl"
+
+
 def all_gather(
     output: torch.Tensor,
     input: torch.Tensor,

@@ -77,6 +77,12 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device == target else tensor.data.to(target)
 
 
+def on_host(numel: int, dtype: str, pinned: bool) -> torch.Tensor:
+    """A new 1-D tensor in the host's memory, contents undefined; `pinned` for the device to reach, where there is
+    one."""
+    return torch.empty(numel, dtype=_dtype(dtype), device="cpu", pin_memory=pinned and device().type != "cpu")
+
+
 def empty(shape: Sequence[int], dtype: str) -> torch.Tensor:
     """A new contiguous tensor on this process's device, contents undefined."""
     return torch.empty(tuple(shape), dtype=_dtype(dtype), device=device())
@@ -121,6 +127,25 @@ def alias(flat: torch.Tensor, start: int, shape: Sequence[int]) -> torch.Tensor:
     # what it has saved of the others.
     part = flat.data if count == flat.numel() else flat.data.narrow(0, start, count)
     return part.view(tuple(shape)).data
+
+
+def stretched(tensor: torch.Tensor, numel: int) -> torch.Tensor | None:
+    """The `numel` elements from the first one of a contiguous tensor on, as a 1-D tensor over the same storage, beyond
+    the tensor's end if need be; None where the storage ends before."""
+    _require_contiguous(tensor, "tensor")
+    if storage_bytes(tensor) < (tensor.storage_offset() + numel) * tensor.element_size():
+        return None
+    return tensor.data.as_strided((numel,), (1,)).data
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where in memory the first element lies, in bytes."""
+    return tensor.data_ptr()
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    return _dtype(dtype).itemsize
 
 
 def reads_parts_in_place() -> bool:

@@ -54,3 +54,7 @@ class JoinedRank:
     def scatters_uneven(self) -> bool:
         """Always, likewise."""
         return True
+
+    def folds_scale(self, casts: bool) -> bool:
+        """Always."""
+        return True

@@ -22,14 +22,15 @@ class Kept:
         return bool(self._full or self._pieces)
 
     def add_full(self, parameter: ShardedParameter, gradient: Tensor | None) -> None:
-        """Add what autograd has given for a parameter: copied at first, since it may belong to others as well."""
+        """Add what autograd has given for a parameter, in the dtype that it is reduced in: copied at first, since it may
+        belong to others as well."""
         if gradient is None:
             return
         flat = self._tensors.flat(gradient)
         if parameter in self._full:
             self._tensors.add_(self._full[parameter], flat)
         else:
-            self._full[parameter] = self._tensors.buffer(flat, parameter.spec.numel)
+            self._full[parameter] = self._tensors.empty((parameter.spec.numel,), parameter.reduced_dtype)
             self._tensors.copy_(self._full[parameter], flat)
 
     def take_full(self, parameter: ShardedParameter, gradient: Tensor | None) -> Tensor | None:

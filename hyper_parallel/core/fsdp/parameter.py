@@ -7,6 +7,8 @@ from math import ceil, prod
 from typing import Callable, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
+from hyper_parallel.core.fsdp.counts import Counts
+from hyper_parallel.core.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
@@ -23,7 +25,8 @@ class Holding:
 
     `spec` is its split over `shard`, of the part that modules see; `layout` how the shard lies in the whole parameter.
     The gradient of the part is a sum over the mesh axes `pending`, besides the mean over all ranks with samples of
-    their own. Where `shown` is given, modules see what it makes of the full tensor.
+    their own. Where `shown` is given, modules see what it makes of the full tensor. The policies tell the dtypes, and
+    where the shard lives.
     """
 
     uses: Sequence[ParameterUse]
@@ -31,14 +34,19 @@ class Holding:
     layout: Layout
     pending: tuple[str, ...] = ()
     shown: Callable[[Tensor], Tensor] | None = None
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    offload: OffloadPolicy = OffloadPolicy()
 
 
 class ShardedParameter:
     """The shard at rest, and a persistent buffer of which the full parameter is a view.
 
     The buffer's storage exists only while the parameter is gathered. Tensors over it, those that autograd saved
-    included, stay the same objects and become valid again with the next gather. A parameter that is whole on every rank
-    has no buffer: its full tensor is itself.
+    included, stay the same objects and become valid again with the next gather. A parameter that is whole on every
+    rank, and is computed with as it is, has no buffer: its full tensor is itself.
+
+    Where a gather takes pieces of one size only, the shard at rest has room behind it, up to that size: so it is sent
+    from where it is.
     """
 
     def __init__(self, backend: Backend, held: Holding):
@@ -46,28 +54,34 @@ class ShardedParameter:
         self.uses = uses = list(held.uses)
         self.layout = held.layout
         self.shown = held.shown
+        self.full_dtype = held.precision.full_dtype(spec.dtype)
+        self.reduced_dtype = held.precision.reduced_dtype(spec.dtype)
+        self.offload = held.offload
         self.divisor = ranks_with_samples(spec.layout.mesh)
         self.sum_group: Group = backend.collectives.groups(spec.layout.mesh.groups(("replicate", *held.pending)))
+        self.counts = Counts()
         self._tensors = backend.tensors
         self._collectives = backend.collectives
-        self.parameter = uses[0].parameter
-        self._buffer: Tensor | None = None
+        self._exact = self._collectives.gathers_uneven()
         self._part: Tensor | None = None  # of the buffer, kept after forward for a smaller group
         self._part_group: Group | None = None
-        local = self._tensors.to_device(self.parameter if spec.is_whole else self._cut(self.parameter))
+        self.parameter = uses[0].parameter
+        local = self._at_rest(self.parameter)
         if local is not self.parameter:
             self.parameter = backend.modules.replace_parameter(self.uses, local)
         # The pieces of a leading dim lie in the buffer as they came, with the padding behind the full parameter.
-        even = spec.gathered_numel == spec.numel
-        self._direct = spec.dim == 0 and (even or self._tensors.reads_parts_in_place())
-        if not spec.is_whole:
-            self._buffer = self._tensors.empty((spec.gathered_numel if self._direct else spec.numel,), spec.dtype)
+        fits = self._exact or spec.is_even or self._tensors.reads_parts_in_place()
+        self._direct = spec.dim == 0 and fits
+        self._buffer: Tensor | None = None
+        if not (spec.is_whole and self.full_dtype == spec.dtype and not self.is_offloaded):
+            numel = spec.sent_numel(self._exact) if self._direct else spec.numel
+            self._buffer = self._tensors.empty((numel,), self.full_dtype)
             self.free()
 
     @property
     def is_served(self) -> bool:
         """False for what modules read, and autograd serves, as it is: there is nothing to gather, reduce or follow."""
-        return self.is_reduced or self.shown is not None
+        return self.is_reduced or self.shown is not None or self._buffer is not None
 
     @property
     def is_reduced(self) -> bool:
@@ -86,19 +100,23 @@ class ShardedParameter:
         return kept + (0 if self._buffer is None else self._tensors.storage_bytes(self._buffer))
 
     def issue_gather(self, group: Group) -> Gathering:
-        """Start filling the buffer. A leading-dim shard lands where it belongs; others are joined afterwards."""
-        spec = self.spec
+        """Start filling the buffer. A leading-dim shard lands where it belongs; others are put together afterwards."""
+        spec, exact = self.spec, self._exact
         if self._buffer is None:
-            return Gathering(None, lambda: None)
+            return Gathering()
         self._tensors.restore_storage(self._buffer)
         if self._part is not None:
             return self._gather_parts()
-        piece = self._pad(self._tensors.flat(self.parameter), spec.piece_numel)
+        if spec.is_whole:
+            self._fill()
+            return Gathering()
+        piece, pieces = self._piece(), spec.sent_pieces(exact)
         if self._direct:
-            return Gathering(self._collectives.all_gather(self._buffer, piece, group, async_op=True), lambda: None)
-        gathered = self._tensors.empty((spec.gathered_numel,), spec.dtype)
-        work = self._collectives.all_gather(gathered, piece, group, async_op=True)
-        return Gathering(work, lambda: self._join(gathered))
+            work = self._collectives.all_gather(self._buffer, piece, group, async_op=True, pieces=pieces)
+            return Gathering(work, piece)
+        gathered = self._tensors.empty((spec.sent_numel(exact),), self.full_dtype)
+        work = self._collectives.all_gather(gathered, piece, group, async_op=True, pieces=pieces)
+        return Gathering(work, piece, lambda: self._put_together(gathered))
 
     def shrink(self, group: Group) -> None:
         """Keep this rank's equal part of the buffer, from which the ranks of `group` can gather all of it again."""
@@ -112,6 +130,7 @@ class ShardedParameter:
         if held:
             part = self._tensors.alias(self._part, 0, (held,))
             self._tensors.copy_(part, self._tensors.alias(self._buffer, start, (held,)))
+            self.counts.gather_copied += part.nbytes
         self._tensors.release_storage(self._buffer)
 
     def free(self) -> None:
@@ -121,57 +140,114 @@ class ShardedParameter:
             self._tensors.release_storage(self._buffer)
 
     def pieces_of(self, gradient: Tensor) -> Tensor:
-        """A full gradient as the flat pieces of all ranks, padded; the gradient's own storage where it fits."""
-        spec = self.spec
-        if spec.dim == 0:
-            return self._pad(self._tensors.flat(gradient), spec.gathered_numel)
-        parts = self._tensors.chunk_rows(gradient, spec.dim, [shape[spec.dim] for shape in spec.piece_shapes])
-        padded = [self._pad(self._tensors.flat(part), spec.piece_numel) for part in parts]
-        return self._tensors.concatenate(padded, 0)
+        """A full gradient as the flat pieces of all ranks; the gradient's own storage where it fits."""
+        spec, exact = self.spec, self._collectives.scatters_uneven()
+        flat = self.flat(gradient)
+        if spec.dim == 0 and (exact or spec.is_even):
+            return flat
+        numel = spec.sent_numel(exact)
+        pieces = self._tensors.buffer(flat, numel, zero=numel > spec.numel)
+        self._tensors.move_(pieces, flat, spec.take_apart(exact))
+        self.counts.reduce_copied += flat.nbytes
+        return pieces
+
+    def flat(self, gradient: Tensor) -> Tensor:
+        """A full gradient as a 1-D tensor; over its own storage where its elements lie in order."""
+        flat = self._tensors.flat(gradient)
+        if not gradient.is_contiguous():
+            self.counts.reduce_copied += flat.nbytes
+        return flat
+
+    @property
+    def is_offloaded(self) -> bool:
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+    def _at_rest(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, where and as it is to lie between steps."""
+        spec, tensors = self.spec, self._tensors
+        local = parameter if spec.is_whole else self._cut(parameter)
+        roomy = not self._exact and tensors.reads_parts_in_place()
+        numel = spec.own_numel(exact=not roomy)
+        if self.is_offloaded:
+            storage = tensors.on_host(numel, spec.dtype, self.offload.pin_memory)
+        elif numel > spec.local_numel:
+            storage = tensors.empty((numel,), spec.dtype)
+        else:
+            return tensors.to_device(local)
+        if spec.local_numel:
+            tensors.copy_(tensors.alias(storage, 0, (spec.local_numel,)), tensors.flat(local))
+        return tensors.alias(storage, 0, spec.local_shape)
 
     def _cut(self, full: Tensor) -> Tensor:
         part, dim = self.spec.layout.slices(self.spec.rank)[self.spec.dim], self.spec.dim
         lengths = [part.start, part.stop - part.start, self.spec.shape[dim] - part.stop]
         return self._tensors.chunk_rows(full, dim, lengths)[1]
 
-    def _pad(self, flat: Tensor, numel: int) -> Tensor:
-        if prod(flat.shape) == numel:
-            return flat
-        padded = self._tensors.zeros((numel,), self.spec.dtype)
-        held = prod(flat.shape)
+    def _piece(self) -> Tensor:
+        """What this rank sends: the shard from where it lies, where dtype and room allow it."""
+        spec, tensors = self.spec, self._tensors
+        held, numel = spec.local_numel, spec.own_numel(self._exact)
+        if self.full_dtype == spec.dtype:
+            piece = None
+            if self.parameter.is_contiguous():
+                piece = tensors.stretched(self.parameter, numel)
+            if piece is not None:
+                return self._on_device(piece)
+        piece = tensors.empty((numel,), self.full_dtype)
         if held:
-            self._tensors.copy_(self._tensors.alias(padded, 0, (held,)), flat)
-        return padded
+            tensors.copy_(tensors.alias(piece, 0, (held,)), self._on_device(tensors.flat(self.parameter)))
+        self._count_written(held)
+        return piece
+
+    def _fill(self) -> None:
+        """The full parameter where it is whole on every rank."""
+        self._tensors.copy_(self._buffer, self._on_device(self._tensors.flat(self.parameter)))
+        self._count_written(self.spec.numel)
+
+    def _on_device(self, flat: Tensor) -> Tensor:
+        placed = self._tensors.to_device(flat)
+        if placed is not flat:
+            self.counts.moved += flat.nbytes
+        return placed
+
+    def _count_written(self, numel: int) -> None:
+        written = numel * self._tensors.item_bytes(self.full_dtype)
+        if self.full_dtype != self.spec.dtype:
+            self.counts.cast += written
+        else:
+            self.counts.gather_copied += written
 
     def _gather_parts(self) -> Gathering:
         total, numel, group = prod(self._buffer.shape), prod(self._part.shape), self._part_group
         if numel * group.size == total:
             work = self._collectives.all_gather(self._buffer, self._part, group, async_op=True)
-            return Gathering(work, lambda: None)
+            return Gathering(work, self._part)
         gathered = self._tensors.buffer(self._buffer, numel * group.size)
         work = self._collectives.all_gather(gathered, self._part, group, async_op=True)
-        return Gathering(work, lambda: self._tensors.copy_(self._buffer, self._tensors.alias(gathered, 0, (total,))))
 
-    def _join(self, gathered: Tensor) -> None:
-        spec = self.spec
-        pieces = [
-            self._tensors.alias(gathered, index * spec.piece_numel, shape)
-            for index, shape in enumerate(spec.piece_shapes)
-        ]
-        joined = self._tensors.concatenate(pieces, spec.dim)
-        if spec.numel:
-            self._tensors.copy_(self._buffer, self._tensors.flat(joined))
+        def finish() -> None:
+            self._tensors.copy_(self._buffer, self._tensors.alias(gathered, 0, (total,)))
+            self.counts.gather_copied += self._buffer.nbytes
+
+        return Gathering(work, self._part, finish)
+
+    def _put_together(self, gathered: Tensor) -> None:
+        self._tensors.move_(self._buffer, gathered, self.spec.put_together(self._exact))
+        self.counts.gather_copied += self._buffer.nbytes
 
 
 class Gathering:
-    """A gather in flight; `wait` returns when the full parameter may be read."""
+    """A gather in flight; `wait` returns when the full parameter may be read. Keeps what is being sent."""
 
-    def __init__(self, work: Work | None, finish: Callable[[], None]):
+    def __init__(self, work: Work | None = None, sent: Tensor | None = None, finish: Callable[[], None] | None = None):
         self._work = work
+        self._sent = sent
         self._finish = finish
 
     def wait(self) -> None:
         """Wait for the collective, then put the pieces where they belong."""
         if self._work is not None:
             self._work.wait()
-        self._finish()
+        self._sent = None
+        if self._finish is not None:
+            self._finish()

@@ -2,77 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import TYPE_CHECKING, Callable, Container, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Callable, Container, Iterator, Sequence
 
-from hyper_parallel.core.backend import Backend, Group, Tensor, Work
+from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.fsdp.reduction import UnitReduction
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fsdp.parameter import Gathering, ShardedParameter
     from hyper_parallel.core.fsdp.unit import Unit
-
-
-class UnitReduction:
-    """The gradients of one unit on their way from full and local to sharded and global.
-
-    `shards` holds one tensor per parameter, of its local shape. They are allocated at once, filled by the
-    collectives, and final when the reduction is settled. What is summed over the same ranks lies in one buffer, so that
-    it is summed together. A parameter without a gradient counts as zero: another rank may have one. Where the unit only
-    keeps its gradients (`kind` "none") nothing is allocated.
-    """
-
-    def __init__(self, unit: Unit, parameters: Sequence[ShardedParameter], gradients: Sequence[Tensor | None]):
-        self.unit = unit
-        self.kind = unit.accumulation
-        self.parameters = list(parameters)
-        self._tensors = unit.backend.tensors
-        self.gradients: list[Tensor | None] = list(gradients)
-        self.works: list[Work] = []
-        self.buffers: list[tuple[Tensor, Group]] = []
-        self.outputs: list[Tensor] = [None] * len(self.parameters)
-        self.shards: list[Tensor] = []
-        if self.kind != "none":
-            for members in self._summed_together():
-                self._allocate(members)
-            self.shards = [
-                self._tensors.alias(output, 0, each.spec.local_shape)
-                for each, output in zip(self.parameters, self.outputs)
-            ]
-
-    def _summed_together(self) -> Iterable[list[int]]:
-        """The parameters, by index, that share a dtype and the ranks over which they are summed."""
-        together: dict[tuple, list[int]] = {}
-        for index, each in enumerate(self.parameters):
-            together.setdefault((each.sum_group.ranks, each.spec.dtype), []).append(index)
-        return together.values()
-
-    def _allocate(self, members: Sequence[int]) -> None:
-        """One buffer, and each member's part of it."""
-        specs = [self.parameters[index].spec for index in members]
-        sizes = [spec.piece_numel for spec in specs]
-        buffer = self._tensors.empty((sum(sizes),), specs[0].dtype)
-        self.buffers.append((buffer, self.parameters[members[0]].sum_group))
-        for index, size, stop in zip(members, sizes, accumulate(sizes)):
-            self.outputs[index] = self._tensors.alias(buffer, stop - size, (size,))
-
-    def full_gradient(self, index: int) -> Tensor:
-        """The gradient of a parameter as autograd gave it, and what is kept of earlier ones; zeros when there is
-        neither."""
-        parameter = self.parameters[index]
-        gradient = self.unit.kept.take_full(parameter, self.gradients[index])
-        return self._tensors.zeros(parameter.spec.shape, parameter.spec.dtype) if gradient is None else gradient
-
-    def returned(self) -> Iterator[Tensor]:
-        """What an engine that returns gradients is to return: the shards, or zeros where nothing is handed over."""
-        if self.kind == "all":
-            return iter(self.shards)
-        return (self._tensors.zeros(each.spec.local_shape, each.spec.dtype) for each in self.parameters)
-
-    def wait(self) -> None:
-        """Wait for everything issued so far."""
-        works, self.works = self.works, []
-        for work in works:
-            work.wait()
 
 
 class BackendRuntime:
@@ -133,49 +70,59 @@ class BackendRuntime:
             unit.kept.forget()
 
     def issue_reduce_scatter(self, reduction: UnitReduction) -> None:
-        """One reduce-scatter a parameter; a whole parameter on several shard ranks takes an all-reduce."""
-        unit, collectives = reduction.unit, self._backend.collectives
+        """One reduce-scatter a parameter, which takes the mean along: over all ranks that contribute."""
         with self._backend.autograd.no_grad():
             for index, (parameter, output) in enumerate(zip(reduction.parameters, reduction.outputs)):
                 gradient = reduction.full_gradient(index)
                 if parameter.spec.is_whole:
-                    self._copy(output, gradient)
-                    work = collectives.all_reduce(output, unit.shard_group, async_op=True)
+                    self._put(parameter, output, gradient, reduction.scale(parameter))
+                    work = self._backend.collectives.all_reduce(output, reduction.unit.shard_group, async_op=True)
+                    reduction.works.append(work)
                 else:
-                    pieces = parameter.pieces_of(gradient)
-                    work = collectives.reduce_scatter(output, pieces, unit.shard_group, async_op=True)
-                reduction.works.append(work)
+                    self._scatter(reduction, parameter, output, parameter.pieces_of(gradient))
+
+    def _scatter(self, reduction: UnitReduction, parameter: ShardedParameter, output: Tensor, pieces: Tensor) -> None:
+        collectives, group, counts = self._backend.collectives, reduction.unit.shard_group, parameter.counts
+        uneven = parameter.spec.sent_pieces(collectives.scatters_uneven())
+        scale = reduction.scale(parameter)
+        work = collectives.reduce_scatter(output, pieces, group, async_op=True, pieces=uneven, scale=scale)
+        reduction.works.append(work)
+        casts = pieces.dtype != output.dtype
+        if casts:
+            counts.cast += pieces.numel() * output.itemsize
+        if not collectives.folds_scale(casts):
+            counts.scaled += output.nbytes
 
     def wait_reduce_scatter(self, reduction: UnitReduction) -> None:
-        """Wait, let go of the full gradients, and take the mean over all ranks that contribute."""
+        """Wait, and let go of the full gradients."""
         reduction.wait()
         reduction.gradients = []
-        self._divide(reduction)
 
     def issue_all_reduce(self, reduction: UnitReduction) -> None:
         """One all-reduce a buffer, over replicas and over the ranks that have computed parts of its gradients."""
         with self._backend.autograd.no_grad():
             for parameter, output in zip(reduction.parameters, reduction.outputs):
                 reduction.unit.kept.take_piece(parameter, output)
-            for buffer, group in reduction.buffers:
-                if group.size > 1:
-                    reduction.works.append(self._backend.collectives.all_reduce(buffer, group, async_op=True))
+            for each in reduction.fused:
+                if each.group.size > 1:
+                    work = self._backend.collectives.all_reduce(each.buffer, each.group, async_op=True)
+                    reduction.works.append(work)
 
     def wait_all_reduce(self, reduction: UnitReduction) -> None:
         """Wait for the sums."""
         reduction.wait()
 
     def settle(self, reduction: UnitReduction) -> None:
-        """Hand each shard of a gradient to its parameter."""
+        """Hand each shard of a gradient to its parameter, in its dtype and where it lives."""
         with self._backend.autograd.no_grad():
             if not reduction.unit.needs_reduction:
-                for index, output in enumerate(reduction.outputs):
-                    self._copy(output, reduction.full_gradient(index))
+                for index, (parameter, output) in enumerate(zip(reduction.parameters, reduction.outputs)):
+                    self._put(parameter, output, reduction.full_gradient(index), reduction.scale(parameter))
                 reduction.gradients = []
-                self._divide(reduction)
             if reduction.unit.all_reduce_hook is not None:
-                for buffer, _ in reduction.buffers:
-                    reduction.unit.all_reduce_hook(buffer)
+                for each in reduction.fused:
+                    reduction.unit.all_reduce_hook(each.buffer)
+            self._hand_over(reduction)
             for parameter, shard in zip(reduction.parameters, reduction.shards):
                 self._backend.autograd.deliver(parameter.parameter, shard)
 
@@ -187,11 +134,20 @@ class BackendRuntime:
         """Ask the engine."""
         self._backend.autograd.queue_final_callback(callback)
 
-    def _divide(self, reduction: UnitReduction) -> None:
-        """Make means of sums, over all ranks that contribute or by the factor that the user has set."""
-        divisor = reduction.unit.gradient_divide_factor or reduction.parameters[0].divisor
-        for buffer, _ in reduction.buffers if divisor != 1 else ():
-            self._backend.tensors.scale_(buffer, 1.0 / divisor)
+    def _put(self, parameter: ShardedParameter, output: Tensor, gradient: Tensor, scale: float) -> None:
+        """A gradient of which every rank keeps all, in its place."""
+        self._backend.tensors.copy_(output, parameter.flat(gradient), scale)
+        if gradient.dtype != output.dtype:
+            parameter.counts.cast += output.nbytes
+        else:
+            parameter.counts.reduce_copied += output.nbytes
 
-    def _copy(self, output: Tensor, gradient: Tensor) -> None:
-        self._backend.tensors.copy_(output, self._backend.tensors.flat(gradient))
+    def _hand_over(self, reduction: UnitReduction) -> None:
+        for each in reduction.fused:
+            if each.handed_over is not each.buffer:
+                self._backend.tensors.copy_(each.handed_over, each.buffer)
+        for parameter, shard in zip(reduction.parameters, reduction.shards):
+            if parameter.reduced_dtype != parameter.spec.dtype:
+                parameter.counts.cast += shard.nbytes
+            elif parameter.is_offloaded:
+                parameter.counts.moved += shard.nbytes

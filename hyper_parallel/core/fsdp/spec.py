@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from hyper_parallel.core.backend import Move
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.placement import Shard
 
@@ -14,8 +15,9 @@ from hyper_parallel.core.placement import Shard
 class ShardSpec:
     """One parameter's split over the shard axis, as rank `rank` sees it.
 
-    All pieces travel as flat pieces of equal length `piece_numel`: the largest piece of any rank. A smaller one has its
-    padding at the tail, so for a leading-dim shard the full parameter is a prefix of the gathered buffer.
+    Pieces travel flat, one after the other. Where a collective takes pieces of different sizes (`exact`), each is as
+    long as it is; else all have `piece_numel` elements, as the largest of any rank has, and smaller ones have their
+    padding at the tail. So, for a leading-dim shard, all pieces together begin with the full parameter.
     """
 
     name: str
@@ -55,14 +57,54 @@ class ShardSpec:
         return len(self.piece_shapes)
 
     @cached_property
-    def piece_numel(self) -> int:
-        """Elements of every piece in transit, padding included."""
-        return max(prod(shape) for shape in self.piece_shapes)
+    def piece_numels(self) -> tuple[int, ...]:
+        """Elements of what each member keeps."""
+        return tuple(map(prod, self.piece_shapes))
 
-    @property
-    def gathered_numel(self) -> int:
-        """Elements of all pieces, padding included."""
-        return self.pieces * self.piece_numel
+    @cached_property
+    def local_numel(self) -> int:
+        """Elements of what this rank keeps."""
+        return prod(self.local_shape)
+
+    @cached_property
+    def piece_numel(self) -> int:
+        """Elements of every piece in transit, padding included, where all are alike."""
+        return max(self.piece_numels)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """All pieces have as many elements."""
+        return len(set(self.piece_numels)) == 1
+
+    def own_numel(self, exact: bool) -> int:
+        """Elements of this rank's piece in transit."""
+        return self.local_numel if exact else self.piece_numel
+
+    def sent_numel(self, exact: bool) -> int:
+        """Elements of all pieces in transit."""
+        return self.numel if exact else self.pieces * self.piece_numel
+
+    def sent_pieces(self, exact: bool) -> tuple[int, ...] | None:
+        """Elements of each piece in transit, for a collective that has to be told; None where all are alike."""
+        return self.piece_numels if exact and not self.is_even else None
+
+    def put_together(self, exact: bool) -> list[Move]:
+        """The moves from pieces in transit into the full parameter."""
+        outer, inner = prod(self.shape[: self.dim]), prod(self.shape[self.dim + 1 :])
+        row = self.shape[self.dim] * inner
+        moves, target, source = [], 0, 0
+        for shape, numel in zip(self.piece_shapes, self.piece_numels):
+            part = shape[self.dim] * inner
+            moves.append(Move((outer, part), target, (row, 1), source, (part, 1)))
+            target, source = target + part, source + (numel if exact else self.piece_numel)
+        return moves
+
+    def take_apart(self, exact: bool) -> list[Move]:
+        """The moves from the full parameter, or its gradient, into pieces in transit."""
+        return [
+            Move(move.sizes, move.source_start, move.source_strides, move.target_start, move.target_strides)
+            for move in self.put_together(exact)
+        ]
 
     @property
     def is_whole(self) -> bool:

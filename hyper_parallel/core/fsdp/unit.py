@@ -11,7 +11,8 @@ from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.accumulation import Kept
 from hyper_parallel.core.fsdp.gathers import Gathers
 from hyper_parallel.core.fsdp.parameter import ShardedParameter
-from hyper_parallel.core.fsdp.runtime import BackendRuntime, UnitReduction
+from hyper_parallel.core.fsdp.reduction import UnitReduction
+from hyper_parallel.core.fsdp.runtime import BackendRuntime
 from hyper_parallel.core.fsdp.schedule import Schedule, Settings
 from hyper_parallel.core.mesh import DeviceMesh
 

@@ -1,0 +1,41 @@
+"""What a parameter has cost beside its collectives, counted in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Iterable
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.fsdp.parameter import ShardedParameter
+
+
+@dataclass
+class Counts:
+    """Bytes written since the unit was made, or since `reset`. What collectives move themselves does not count."""
+
+    gather_copied: int = 0
+    """Copies on the way from the shard to the full parameter: padded, taken apart, or put together."""
+    reduce_copied: int = 0
+    """Copies on the way from the gradient that autograd gave to what is reduced."""
+    cast: int = 0
+    """Casts of parameters before they are gathered, of gradients before and after they are reduced."""
+    scaled: int = 0
+    """Passes that do nothing but scale."""
+    moved: int = 0
+    """Copies between the host and the device."""
+
+    @property
+    def copied(self) -> int:
+        """All bytes that were copied around collectives."""
+        return self.gather_copied + self.reduce_copied
+
+    def reset(self) -> None:
+        """Begin at zero again."""
+        for each in fields(self):
+            setattr(self, each.name, 0)
+
+
+def total(parameters: Iterable[ShardedParameter]) -> Counts:
+    """The counts of several parameters, added up."""
+    counts = [each.counts for each in parameters]
+    return Counts(**{each.name: sum(getattr(count, each.name) for count in counts) for each in fields(Counts)})

@@ -1,0 +1,60 @@
+"""What a step copies around its collectives: nothing for leading dims, however uneven, and counted for others."""
+
+import pytest
+
+from tests.equivalence.toy import ToyConfig
+
+BODIES = "tests.equivalence.fsdp_counts_bodies"
+LINEAR = ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head.weight")
+FLOAT = 8  # bytes
+
+LEADING = {
+    "even": ToyConfig(inputs=4, width=4, hidden=8),
+    "a row more than even": ToyConfig(inputs=5, width=3, hidden=7),
+    "one rank has nothing": ToyConfig(inputs=1, width=1, hidden=1),
+}
+
+
+def unavoidable(backend_name, config):
+    """Copies that have nothing to do with how parameters are cut.
+
+    The gradient of the scalar, which every rank holds, is put into the buffer that is all-reduced. On a CPU,
+    MindSpore's linear gives its weight a transposed gradient, which is laid out in order first.
+    """
+    expected = {"temperature": FLOAT}
+    if backend_name == "mindspore" and config.width > 1:
+        blocks = config.width * config.hidden * FLOAT
+        expected |= {name: blocks for name in LINEAR} | {"head.weight": config.inputs * config.width * FLOAT}
+    return expected
+
+
+@pytest.mark.parametrize("case", LEADING)
+def test_leading_dims_are_gathered_and_reduced_from_where_they_lie(pool, backend_name, case):
+    for found in pool(backend_name, 2).run(f"{BODIES}:copied", LEADING[case]):
+        assert found == {name: (0, size) for name, size in unavoidable(backend_name, LEADING[case]).items()}
+
+
+def test_three_ranks_leave_other_remainders(pool, backend_name):
+    config = ToyConfig(inputs=5, width=4, hidden=7)
+    for found in pool(backend_name, 3).run(f"{BODIES}:copied", config):
+        assert found == {name: (0, size) for name, size in unavoidable(backend_name, config).items()}
+
+
+@pytest.mark.parametrize("config", [ToyConfig(inputs=4, width=4, hidden=8), ToyConfig()], ids=["even", "uneven"])
+def test_another_dim_costs_one_copy_for_each_gather_and_each_reduction(pool, backend_name, config):
+    sizes = pool(backend_name, 2).run(f"{BODIES}:whole_bytes", config)[0]
+    expected = {name: (0, size) for name, size in unavoidable(backend_name, config).items()}
+    for name in ("embed", *LINEAR):
+        gathers = 2 if name.startswith("layers") else 1  # the outermost unit stays gathered for backward
+        expected[name] = (gathers * sizes[name], sizes[name] + expected.get(name, (0, 0))[1])
+    for found in pool(backend_name, 2).run(f"{BODIES}:copied", config, 1):
+        assert found == expected
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2}], ids=str)
+def test_reduced_gradients_are_parts_of_aligned_buffers_with_zeros_behind(pool, backend_name, sizes):
+    for buffers, inside in pool(backend_name, 2).run(f"{BODIES}:fused_buffers", ToyConfig(), sizes):
+        assert len(buffers) == 3 and inside and all(inside)
+        for address, size, padding in buffers:
+            assert address % 512 == 0 and size % 512 == 0 and len(padding) * FLOAT < 512
+            assert not any(padding)
