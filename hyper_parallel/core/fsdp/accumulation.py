@@ -22,8 +22,8 @@ class Kept:
         return bool(self._full or self._pieces)
 
     def add_full(self, parameter: ShardedParameter, gradient: Tensor | None) -> None:
-        """Add what autograd has given for a parameter, in the dtype that it is reduced in: copied at first, since it may
-        belong to others as well."""
+        """Add what autograd has given for a parameter, in the dtype that it is reduced in: copied at first, since it
+        may belong to others as well."""
         if gradient is None:
             return
         flat = self._tensors.flat(gradient)
