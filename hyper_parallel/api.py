@@ -18,6 +18,7 @@ from hyper_parallel.core.execution.apply import restore as restore_model
 from hyper_parallel.core.execution.region_collectives import RegionCollectives, collectives_of
 from hyper_parallel.core.fsdp import build, clip
 from hyper_parallel.core.fsdp.controls import FullySharded, handle_of
+from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
@@ -193,8 +194,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
-    mp_policy: Any = None,
-    offload_policy: Any = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[Parameter] | None = None,
     replicate_params: Iterable[Parameter] | None = None,
     dp_mesh_dims: Any = None,
@@ -222,22 +223,20 @@ def fully_shard(
             neighbours, so many of them, gather from one another in backward.
         shard_placement_fn: for a parameter (whole), the `Shard(dim)` to use, or None for `Shard(0)`. A dim other than
             0 costs a copy for each gather and each reduce-scatter.
+        mp_policy: the dtypes to compute and to reduce in; by default those of the parameters. A policy of PyTorch's
+            FSDP2 will do as well.
+        offload_policy: `CPUOffloadPolicy()` to keep shards and gradients on the host; likewise.
         ignored_params: parameters to leave as they are.
         replicate_params: parameters to keep whole on every rank; their gradients are all-reduced.
         dp_mesh_dims: `{"shard": names, "replicate": names}`, or an object with these attributes: the axes of `mesh` to
             take for each, one name or several that are joined.
 
     Raises:
-        ConfigError: an argument that this version does not offer (`mp_policy`, `offload_policy`), a number that does
-            not divide the ranks of `shard`, a module that is a unit already or has an attribute by the name of a method
-            of units, a parameter that another unit holds, has no values, or is kept in a list beside the registry.
+        ConfigError: a policy that is none, a number that does not divide the ranks of `shard`, a module that is a unit
+            already or has an attribute by the name of a method of units, a parameter that another unit holds, has no
+            values, or is kept in a list beside the registry.
         LayoutError: a mesh without this rank or not in ascending order, or a dim that a parameter does not have.
     """
-    for name, value in (("mp_policy", mp_policy), ("offload_policy", offload_policy)):
-        if value is not None:
-            raise ConfigError(
-                f"fully_shard: {name} is not offered yet, parameters and gradients keep their dtype and device"
-            )
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ConfigError("fully_shard: the list of modules is empty")
@@ -251,6 +250,8 @@ def fully_shard(
         ignored_params or (),
         replicate_params or (),
         dp_mesh_dims,
+        mp_policy,
+        offload_policy,
     )
     return module
 

@@ -326,6 +326,9 @@ class Autograd(Protocol):
     def deep_copy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         """What `copy.deepcopy(tensor, memo)` promises: a tensor over memory of its own, a leaf where this is one."""
 
+    def cast(self, tensor: Tensor, dtype: str) -> Tensor:
+        """The tensor in another dtype, recorded as an operation: its gradient is cast back."""
+
     def attach(
         self,
         parameters: Sequence[Parameter],

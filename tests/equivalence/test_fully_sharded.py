@@ -97,8 +97,8 @@ def test_two_forwards_before_one_backward_add_up(pool, backend_name):
 
 def test_wrong_calls_are_refused_with_a_reason(pool, backend_name):
     for messages in pool(backend_name, 2).run(f"{BODIES}:refusals"):
-        assert "mp_policy is not offered yet" in messages["policy"]
-        assert "offload_policy is not offered yet" in messages["offload"]
+        assert "write a hyper_parallel.MixedPrecisionPolicy" in messages["policy"]
+        assert "write a hyper_parallel.CPUOffloadPolicy" in messages["offload"]
         assert "reshard_after_forward is 3; write True, False or a divisor of the 2 ranks" in messages["number"]
         assert 'DeviceMesh((2,), ("shard",))' in messages["mesh"]
         assert "has 3 ranks, 0 to 2, but 2 have joined" in messages["size"]

@@ -2,11 +2,12 @@
 
 import copy
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -256,6 +257,39 @@ def misuse(backend):
         except hp.HyperParallelError as error:
             messages[name] = str(error)
     return messages
+
+
+def half_precision_beside_fsdp2(backend, policy, sizes, steps):
+    """Train with ours and with PyTorch's own; returns whether losses, gradients and shards are the same bits."""
+    config = ToyConfig(dtype="float32")
+    rank = backend.collectives.rank()
+    (ours, our_loss), (theirs, their_loss) = build(backend, config), build(backend, config)
+    for model in (ours, theirs):
+        del model.temperature  # FSDP2 refuses scalars
+        model.temperature = 2.0
+    policy = MixedPrecisionPolicy(**{name: getattr(torch, value) for name, value in policy.items()})
+    inside = replace(policy, output_dtype=None)  # blocks hand on what the next one computes in
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for model, wrap, over in ((ours, hp.fully_shard, hp.DeviceMesh.from_sizes(sizes)), (theirs, fsdp2, mesh)):
+        for block in model.layers:
+            wrap(block, mesh=over, mp_policy=inside)
+        wrap(model, mesh=over, mp_policy=policy)
+    same = []
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
+    for step in range(steps):
+        x = batch(backend, config, 10 * step + rank)
+        losses = our_loss(x), their_loss(x)
+        for loss in losses:
+            loss.backward()
+        same.append(torch.equal(*losses))
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            same.append(torch.equal(mine.grad, other.grad.to_local()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            same.append(torch.equal(mine, other.to_local()))
+    return same
 
 
 class _Packed(TorchDispatchMode):

@@ -12,6 +12,24 @@ def test_training_equals_pytorch_fsdp2(pool, sizes):
     assert max(pool("torch", ranks).run(f"{BODIES}:beside_fsdp2", sizes)) < BOUND
 
 
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"param_dtype": "bfloat16"},
+        {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"},
+        {"reduce_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_twenty_steps_in_any_precision_are_pytorch_fsdp2s_bit_for_bit(pool, policy, sizes):
+    """Sums of two are the same in any order, and those of two by two are taken in the same."""
+    ranks = 4 if len(sizes) == 2 else 2
+    for same in pool("torch", ranks).run(f"{BODIES}:half_precision_beside_fsdp2", policy, sizes, 20):
+        assert len(same) > 200 and all(same)
+
+
 def test_nothing_is_copied_around_collectives_where_fsdp2_packs_and_unpacks(pool):
     for ours, measured, expected in pool("torch", 2).run(f"{BODIES}:copies_beside_fsdp2"):
         assert ours == 0

@@ -69,6 +69,11 @@ def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return memo[id(tensor)]
 
 
+def cast(tensor: Tensor, dtype: str) -> Tensor:
+    """See `core.backend.Autograd`."""
+    return tensor.astype(getattr(ms, dtype))
+
+
 class _Handover:
     """What is handed over while one `value_and_grad` runs, and what is to be done once its backward is through.
 

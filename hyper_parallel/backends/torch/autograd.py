@@ -55,6 +55,11 @@ def deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     return copy.deepcopy(tensor, memo)
 
 
+def cast(tensor: Tensor, dtype: str) -> Tensor:
+    """See `core.backend.Autograd`."""
+    return tensor.to(getattr(torch, dtype))
+
+
 class _Attach(torch.autograd.Function):
     """Where full tensors come from; hands their gradients out instead of passing them on."""
 

@@ -8,9 +8,11 @@ import numpy as np
 
 from hyper_parallel.core.backend import Backend, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.errors import ConfigError, LayoutError
+from hyper_parallel.core.fsdp.casting import cast_around
 from hyper_parallel.core.fsdp.controls import add_methods, check_names, remove_methods
 from hyper_parallel.core.fsdp.meshes import data_parallel_mesh
 from hyper_parallel.core.fsdp.parameter import Holding, ShardedParameter
+from hyper_parallel.core.fsdp.policy import offload_of, precision_of
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.fsdp.unit import Unit, check_reshard_after_forward, unit_of, units_of
 from hyper_parallel.core.identity import IdentityMap
@@ -35,12 +37,15 @@ def fully_shard(
     ignored_params: Iterable[Parameter] = (),
     replicate_params: Iterable[Parameter] = (),
     dp_mesh_dims: Any = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
 ) -> Unit:
     """Make one unit of the parameters below `modules` that no unit holds yet. See `hyper_parallel.fully_shard`.
 
     Everything is checked before anything is changed.
     """
     mesh = usable_mesh(backend, mesh, dp_mesh_dims)
+    precision, offload = precision_of(mp_policy), offload_of(offload_policy)
     for module in modules:
         if unit_of(module) is not None:
             raise ConfigError(f"fully_shard: this {type(module).__name__} is a unit already; wrap every module once")
@@ -55,8 +60,11 @@ def fully_shard(
     for uses in chosen:
         placement = None if id(uses[0].parameter) in whole else placement_of(uses[0])
         spec = spec_of(backend, uses[0], placement, mesh)
-        held.append(Holding(uses, spec, spec.layout))
-    return make_unit(backend, "", modules, held, mesh, reshard_after_forward)
+        held.append(Holding(uses, spec, spec.layout, precision=precision, offload=offload))
+    unit = make_unit(backend, "", modules, held, mesh, reshard_after_forward)
+    for module in modules:
+        unit.add_hooks(cast_around(backend, module, precision))
+    return unit
 
 
 def make_unit(

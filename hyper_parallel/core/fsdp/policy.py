@@ -77,6 +77,31 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+def precision_of(value: Any) -> MixedPrecisionPolicy:
+    """A policy for `fully_shard`: None, one of ours, or another that has the same fields, as PyTorch's.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if value is None or isinstance(value, MixedPrecisionPolicy):
+        return value or MixedPrecisionPolicy()
+    names = [each.name for each in fields(MixedPrecisionPolicy)]
+    if not all(hasattr(value, name) for name in names):
+        raise ConfigError(f"fully_shard: mp_policy is {value!r}; write a hyper_parallel.MixedPrecisionPolicy")
+    return MixedPrecisionPolicy(**{name: getattr(value, name) for name in names})
+
+
+def offload_of(value: Any) -> OffloadPolicy:
+    """Likewise, a policy that tells where shards live."""
+    if value is None or isinstance(value, OffloadPolicy):
+        return value or OffloadPolicy()
+    if hasattr(value, "pin_memory"):
+        return CPUOffloadPolicy(value.pin_memory)
+    if type(value).__name__ != "OffloadPolicy":
+        raise ConfigError(f"fully_shard: offload_policy is {value!r}; write a hyper_parallel.CPUOffloadPolicy")
+    return OffloadPolicy()
+
+
 def _dtype_name(field: str, value: Dtype | None) -> str | None:
     if value is None:
         return None

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
-from hyper_parallel.core.backend import Backend, Group, Module, Tensor
+from hyper_parallel.core.backend import Backend, Group, HookHandle, Module, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.accumulation import Kept
 from hyper_parallel.core.fsdp.gathers import Gathers
@@ -126,6 +126,10 @@ class Unit:
     def is_gathered(self) -> bool:
         """Tell whether the full parameters are in memory."""
         return self.gathers.is_readable(self)
+
+    def add_hooks(self, hooks: Iterable[HookHandle]) -> None:
+        """Take hooks away together with the unit's own."""
+        self._hooks += hooks
 
     def detach(self) -> None:
         """Take the hooks away; the parameters stay as they are."""
