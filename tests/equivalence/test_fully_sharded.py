@@ -107,7 +107,7 @@ def test_wrong_calls_are_refused_with_a_reason(pool, backend_name):
         assert "the parameter embed is held by another unit already" in messages["tied"]
         assert "found builtins.str, expected a torch.nn.Module" in messages["list"]
         assert "replicate_params holds parameters, found 'embed'" in messages["replicate"]
-        assert "dp_mesh_dims names 'context' for 'shard', which the mesh shard=2 lacks" in messages["dims"]
+        assert "dp_mesh_dims names 'context' for 'shard'; the mesh shard=2 has no such axis" in messages["dims"]
         assert "dp_mesh_dims names no axis" in messages["no dims"]
         assert "dp_mesh_dims names 'shard' twice" in messages["dim twice"]
         assert "does not say what the axis 'tensor'" in messages["dim left"]
