@@ -4,11 +4,13 @@ import importlib
 from types import SimpleNamespace
 
 import hyper_parallel as hp
+from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.region_collectives import find_collectives
 from hyper_parallel.core.plan.contracts import BoundaryPlan
 from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.regions import RegionLook
+from hyper_parallel.models.config import DecoderConfig
 from tests.equivalence.decoder_bodies import build
 from tests.equivalence.production_bodies import gradients_of, own_ids
 
@@ -81,6 +83,18 @@ def rows(backend, sizes, validate, values, weights, sent):
 
     back, gradient = step(backend, there_and_back, values[place], weights[place])
     return backend.tensors.to_numpy(come[-1]), back, gradient
+
+
+def on_shapes(backend, config, sizes, tokens):
+    """What has been believed when the decoder with this attention is validated on shapes, or what is wrong."""
+    made = importlib.import_module(f"tests.equivalence.ulysses_{backend.name}")
+    with backend.modules.without_values():
+        model = made.with_ulysses(made.Decoder(DecoderConfig(**config)))
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes(sizes), ULYSSES)
+    try:
+        return hp.validate(model, plan, tokens).trusted
+    except ContractError as error:
+        return str(error)
 
 
 def ulysses(backend, config, weights, ids, sizes, mode):

@@ -5,7 +5,7 @@ import pytest
 
 from hyper_parallel.core.regions import chunk_bounds
 from tests.equivalence import region_bodies as bodies
-from tests.equivalence.test_decoder import random_case
+from tests.equivalence.test_decoder import SIZES, random_case
 from tests.equivalence.test_production import assert_step, ranks_of
 
 WHOLE = (5, 6, 4)
@@ -107,3 +107,14 @@ def test_attention_that_trades_tokens_for_heads_is_that_of_one_device(pool, back
     results = pool(backend_name, ranks_of(sizes)).run(bodies.ulysses, *case, sizes, mode)
     # float32, as for the decoder's own attention on such wide weights.
     assert_step(results, loss, gradients, relative=5e-5)
+
+
+def test_the_code_of_regions_runs_on_shapes(pool, backend_name):
+    config = SIZES | {"num_heads": 8, "num_kv_heads": 4}
+    [believed] = pool(backend_name, 1).run(bodies.on_shapes, config, {"shard": 2, "tensor": 4}, (1, 7))
+    assert believed == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    [wrong] = pool(backend_name, 1).run(bodies.on_shapes, config, {"tensor": 8}, (1, 16))
+    assert wrong == (
+        "all_to_all over tensor in model.layers.0.self_attn: its dim 2 of 4 does not divide by the 8 ranks of tensor; "
+        "write uneven=True to cut it into [1, 1, 1, 1, 0, 0, 0, 0]"
+    )

@@ -16,6 +16,7 @@ from hyper_parallel.core.errors import ConfigError, ContractError, HyperParallel
 from hyper_parallel.core.execution.apply import apply_plan
 from hyper_parallel.core.execution.inprocess import InProcessWorld
 from hyper_parallel.core.execution.loss import planned_cross_entropy
+from hyper_parallel.core.validation.watch import Track, Watch
 from hyper_parallel.models.config import DecoderConfig
 from hyper_parallel.models.torch_decoder import Decoder, DecoderLayer, SwiGLU
 from tests.equivalence.region_bodies import ULYSSES, bound
@@ -136,6 +137,17 @@ def test_ranks_communicate_in_opaque_regions_only():
     assert refused(lambda ranks: ranks.shift(X, "tensor"), region="transparent") == (
         "ConfigError: shift over tensor in block: the module stands in no opaque region, and ranks may communicate "
         "there only; write below `regions:` block: {kind: opaque}"
+    )
+
+
+def test_a_followed_tensor_shows_that_a_call_comes_from_elsewhere():
+    def elsewhere(ranks):
+        watch = Watch(backends.load("torch"), ("tensor",), (2,))
+        ranks.shift(watch.backend.interception.follow(X.clone(), Track(watch, watch.whole, "", False)), "tensor")
+
+    assert refused(elsewhere) == (
+        "ContractError: shift over tensor in block: it is given a tensor that validation follows, so it is not called "
+        "by the forward of an opaque region; write the module that calls it below `regions:` with {kind: opaque}"
     )
 
 
@@ -297,18 +309,6 @@ def test_attention_that_trades_tokens_for_heads_is_exact(sizes, length, validate
     plan = planned(model, sizes, ULYSSES)
     assert "tensor" in plan["model.layers.0.self_attn.q_proj.weight"].pending
     hold_against_one_device(model, plan, torch.randint(0, 96, (4, length)), validate)
-
-
-def test_attention_that_trades_tokens_for_heads_is_validated_on_shapes():
-    plan = planned(with_ulysses(decoder()), {"shard": 2, "tensor": 4}, ULYSSES)
-    verdict = hp.validate(lambda: with_ulysses(Decoder(CONFIG)), plan, tokens=(1, 7))
-    assert verdict.trusted == ("model.layers.0.self_attn", "model.layers.1.self_attn")
-    few = planned(with_ulysses(decoder()), {"tensor": 8}, ULYSSES)
-    with pytest.raises(
-        ContractError,
-        match=r"all_to_all over tensor in model.layers.0.self_attn: its dim 2 of 4 does not divide by the 8 ranks",
-    ):
-        hp.validate(lambda: with_ulysses(Decoder(CONFIG)), few, tokens=(1, 16))
 
 
 @in_double

@@ -33,7 +33,10 @@ Counts = tuple[Sequence[int], Sequence[int]]
 
 
 class Look(Protocol):
-    """What validation does around a call. It raises on every rank of the axis, or on none."""
+    """What validation does around a call. It raises on every rank of the axis, or on none. `is_real` says that there
+    are other ranks, which tell what they do."""
+
+    is_real: bool
 
     def agree(self, where: str, axis: str, told: tuple, counts: Counts | None, problem: str | None) -> None:
         """Hold what the ranks say of one call against each other: `told` has to be the same on all, what one sends what
@@ -213,7 +216,11 @@ class RegionCollectives:
     def counts(self, sent: Sequence[int], axis: str) -> list[int]:
         """How many rows come from each rank, when this one sends `sent[r]` to rank r. They are read on the host."""
         self._begin("counts", axis, None, (), self._wrong_counts("sent", sent, axis))
-        return [int(each) for each in sent] if self.size(axis) == 1 else self._travel.counts(sent, axis)
+        if self.size(axis) == 1:
+            return [int(each) for each in sent]
+        if self.look is not None and not self.look.is_real:
+            return [int(sent[self.rank(axis)])] * self.size(axis)  # the others are taken to send as this one does
+        return self._travel.counts(sent, axis)
 
     def exchange(self, rows: Tensor, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Rows for those that come from each rank, in rank order. The gradient of a row goes back where it came from.

@@ -18,10 +18,11 @@ class RegionLook:
         self._backend = backend
         self._mesh = mesh
         self._agreement = agreement
+        self.is_real = agreement.is_real
 
     def agree(self, where: str, axis: str, told: tuple, counts: Counts | None, problem: str | None) -> None:
         """See `Look`."""
-        if not self._agreement.is_real:
+        if not self.is_real:
             if problem is not None:
                 raise ContractError(f"{where}: {problem}")
             return

@@ -158,7 +158,8 @@ class _Run:
         """Where a module's code asks for values, such as which tokens go to an expert, its output has the shape of what
         it takes in, and its boundary says the rest."""
         module = self._facts.modules[name]
-        self._found.show(module, "forward", _Trusting(self, name, module))
+        attribute = _name_of_forward(module)
+        self._found.show(module, attribute, _Trusting(self, name, getattr(module, attribute)))
 
     def _forward_and_backward(self) -> None:
         facts, watch = self._facts, self.following.watch
@@ -207,7 +208,7 @@ class _Run:
         extra = {"use_cache": False, "attention_mask": tensors.from_numpy(np.ones(shape, np.int64))}
         if "context" in watch.axes:
             extra["position_ids"] = numbers()
-        known = signature(model.forward if hasattr(model, "forward") else model.construct).parameters
+        known = signature(getattr(model, _name_of_forward(model))).parameters
         return numbers(), {name: value for name, value in extra.items() if name in known}
 
 
@@ -220,13 +221,18 @@ def _logits(backend: Backend, output: Any) -> Tensor:
     return first
 
 
+def _name_of_forward(module: Module) -> str:
+    """What frameworks call a module's own code."""
+    return "forward" if hasattr(module, "forward") else "construct"
+
+
 class _Trusting:
     """A module's forward, or, where that can't run on shapes, its input's shape."""
 
-    def __init__(self, run: _Run, name: str, module: Module):
+    def __init__(self, run: _Run, name: str, forward: Callable[..., Any]):
         self._run = run
         self._name = name
-        self._forward: Callable[..., Any] = module.forward
+        self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
