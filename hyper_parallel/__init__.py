@@ -49,6 +49,7 @@ _WHERE = {
     "layout_of": "api",
     "trainable_parameters": "api",
     "full_parameters": "api",
+    "load_full_parameters": "api",
     "value_and_grad": "api",
     "cross_entropy": "api",
     "clip_grad_norm_": "api",

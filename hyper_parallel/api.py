@@ -207,6 +207,10 @@ def fully_shard(
     `replicate`, and are the mean over both. Call it on inner modules first, on the model last, with equal values on
     every rank. The module then has the methods of `fully_sharded(module)`.
 
+    A model without values (made under `torch.device("meta")`, or with MindSpore's delayed initialisation) gets shards
+    without values: call PyTorch's `model.to_empty(device=...)` and initialise it, or `load_full_parameters`, before the
+    first forward; build the optimizer afterwards.
+
     What a module computes from its parameters must leave it through its outputs (tensors, or tuples, lists, mappings
     and dataclasses of them): a tensor left on an attribute is not seen, and its backward would find the parameters
     freed. A parameter that a backward did not reach gets zeros when others of its unit were reached, since it may have
@@ -233,8 +237,8 @@ def fully_shard(
 
     Raises:
         ConfigError: a policy that is none, a number that does not divide the ranks of `shard`, a module that is a unit
-            already or has an attribute by the name of a method of units, a parameter that another unit holds, has no
-            values, or is kept in a list beside the registry.
+            already or has an attribute by the name of a method of units, a parameter that another unit holds, or that
+            is kept in a list beside the registry.
         LayoutError: a mesh without this rank or not in ascending order, or a dim that a parameter does not have.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -311,6 +315,20 @@ def trainable_parameters(model: Module) -> list[tuple[str, Parameter]]:
 def full_parameters(model: Module) -> dict[str, np.ndarray]:
     """Every parameter, whole, as numpy on every rank, by its first name. Called by every rank."""
     return build.full_parameters(backends.of_model(model), model)
+
+
+def load_full_parameters(model: Module, values: Mapping[str, np.ndarray]) -> None:
+    """Overwrite every parameter from whole values: the mirror of `full_parameters`. Each rank takes its own part, and
+    nothing is sent. A parameter without values, as `fully_shard` leaves those of a model that has none, gets memory.
+
+    Args:
+        model: the model, sharded or not.
+        values: numpy arrays of the whole shapes by name; a tied parameter needs one of its names.
+
+    Raises:
+        ConfigError: lists missing names, unknown names and wrong shapes; then nothing is changed.
+    """
+    build.load_full_parameters(backends.of_model(model), model, values)
 
 
 def value_and_grad(

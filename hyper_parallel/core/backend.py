@@ -64,7 +64,11 @@ class Tensors(Protocol):
         """Tell whether elements of different places are one in memory, so that they can't be overwritten."""
 
     def has_values(self, tensor: Tensor) -> bool:
-        """False for a tensor of the meta device, which has a shape only."""
+        """False for a tensor of the meta device, and for a parameter that is to be initialised later: they have a shape
+        only."""
+
+    def on_meta(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """A new tensor that has a shape only, for a parameter to hold; operators need not run on it."""
 
     def without_values(self, shape: Sequence[int], dtype: str) -> Tensor:
         """A new tensor that has a shape and takes no memory, as the parameters of a model made inside

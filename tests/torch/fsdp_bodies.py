@@ -120,16 +120,6 @@ def optimizer_made_before(backend):
     return all(not np.array_equal(before[name], after[name]) for name in before)
 
 
-def without_values(backend):
-    """A model on the meta device is refused by name."""
-    with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4))
-    try:
-        hp.fully_shard(model, mesh=hp.DeviceMesh((2,), ("shard",)))
-    except hp.ConfigError as error:
-        return str(error)
-
-
 class Scaled(torch.nn.Module):
     """A linear map by a derived weight, whose node runs after the gradient of a leaf input is complete."""
 

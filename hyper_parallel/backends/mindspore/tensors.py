@@ -73,8 +73,14 @@ def repeats_elements(tensor: ms.Tensor) -> bool:
 
 
 def has_values(tensor: ms.Tensor) -> bool:
-    """False for a tensor of the meta device, which has a shape only."""
-    return not tensor.is_meta
+    """False for a tensor of the meta device, and for a parameter that is to be initialised later: they have a shape
+    only."""
+    return not tensor.is_meta and not getattr(tensor, "has_init", False)
+
+
+def on_meta(shape: Sequence[int], dtype: str) -> ms.Tensor:
+    """A new tensor that has a shape only."""
+    return mint.empty(tuple(shape), dtype=_dtype(dtype), device="meta")
 
 
 def without_values(shape: Sequence[int], dtype: str) -> ms.Tensor:

@@ -83,10 +83,16 @@ def is_trainable(parameter: Parameter) -> bool:
 
 
 def replace_parameter(uses: Sequence[ParameterUse], value: Tensor) -> Parameter:
-    """See `core.backend.Modules`. The parameter object stays, so an optimizer that holds it goes on."""
+    """See `core.backend.Modules`. The parameter object stays, so an optimizer that holds it goes on; but PyTorch lets
+    none go from the meta device to another."""
     parameter = uses[0].parameter
-    parameter.data = value
+    if parameter.is_meta == value.is_meta:
+        parameter.data = value
+    else:
+        parameter = torch.nn.Parameter(value, parameter.requires_grad)
     parameter.grad = None  # it belonged to the old shape
+    for use in uses:
+        use.owner._parameters[use.attribute] = parameter
     return parameter
 
 

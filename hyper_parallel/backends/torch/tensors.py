@@ -66,13 +66,21 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta
 
 
-def without_values(shape: Sequence[int], dtype: str) -> torch.Tensor:
-    """A new tensor of the meta device, which has a shape only."""
+def on_meta(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """A new tensor that has a shape only."""
     return torch.empty(tuple(shape), dtype=_dtype(dtype), device="meta")
 
 
+def without_values(shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """A new tensor of the meta device, which has a shape only."""
+    return on_meta(shape, dtype)
+
+
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where this process's operators find it, else a copy on this process's device."""
+    """The tensor itself where this process's operators find it, or where there is nothing to find, else a copy on this
+    process's device."""
+    if tensor.is_meta:
+        return tensor
     target = torch.empty(0, device=device()).device  # with the index that `device` leaves open
     return tensor if tensor.device == target else tensor.data.to(target)
 
@@ -282,9 +290,11 @@ def restore_storage(tensor: torch.Tensor) -> None:
 @torch.no_grad()
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
     """Sum of squares of all elements of all tensors, accumulated in float64 where the device has it."""
-    precision = torch.float32 if device().type == "npu" else torch.float64
-    norms = [torch.linalg.vector_norm(tensor, dtype=precision) for tensor in tensors]
-    return float(torch.stack(norms).square().sum()) if norms else 0.0
+    norms: dict[str, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        precision = torch.float32 if tensor.device.type == "npu" else torch.float64
+        norms.setdefault(tensor.device.type, []).append(torch.linalg.vector_norm(tensor, dtype=precision))
+    return sum(float(torch.stack(each).square().sum()) for each in norms.values())
 
 
 def memory_bytes() -> int:

@@ -82,6 +82,7 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bo
         build.check_ranks(backend, plan.mesh)
         facts = Facts(backend, model, plan)
         checks.refuse(list(checks.violations(facts)), plan)
+        build.check_have_values(backend, list(facts.uses.values()))
         build.check_parameters(backend, model, list(facts.uses.values()))
         check_names(facts.modules[unit.name] for unit in plan.units)
         adaptations = find_adaptations(facts)

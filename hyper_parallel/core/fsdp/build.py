@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,17 +11,17 @@ from hyper_parallel.core.errors import ConfigError, LayoutError
 from hyper_parallel.core.fsdp.casting import cast_around
 from hyper_parallel.core.fsdp.controls import add_methods, check_names, remove_methods
 from hyper_parallel.core.fsdp.meshes import data_parallel_mesh
-from hyper_parallel.core.fsdp.parameter import Holding, ShardedParameter
+from hyper_parallel.core.fsdp.parameter import Holding, ShardedParameter, layouts
 from hyper_parallel.core.fsdp.policy import offload_of, precision_of
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.fsdp.unit import Unit, check_reshard_after_forward, unit_of, units_of
 from hyper_parallel.core.identity import IdentityMap
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.loading import check_values
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Shard
 from hyper_parallel.core.replay import redistribution
 
-_layouts = IdentityMap()  # a parameter at rest -> its layout
 _replaced = IdentityMap()  # a parameter object that a shard has replaced -> True
 
 PlacementOf = Callable[[ParameterUse], Placement | None]
@@ -85,7 +85,6 @@ def make_unit(
             sharded = ShardedParameter(backend, each)
             if sharded.parameter is not old:
                 _replaced.set(old, True)
-            _layouts.set(sharded.parameter, sharded.layout)
             parameters.append(sharded)
     unit = Unit(backend, name, modules, parameters, mesh, reshard_after_forward)
     add_methods(unit)
@@ -109,15 +108,15 @@ def restore(backend: Backend, model: Module) -> None:
         unit.detach()
         remove_methods(unit)
         for sharded in unit.parameters:
-            _layouts.pop(sharded.parameter)
+            layouts.pop(sharded.parameter)
             backend.autograd.forget_gradient(sharded.parameter)
-            if _is_split(sharded.layout):
+            if _is_split(sharded.layout) or sharded.is_offloaded:
                 backend.modules.replace_parameter(sharded.uses, _whole(backend, sharded))
 
 
 def full_parameters(backend: Backend, model: Module) -> dict[str, np.ndarray]:
     """Every parameter whole, on every rank, by its first name. Called by every rank; one parameter at a time."""
-    held = {id(each.parameter): each for unit in units_of(backend, model) for each in unit.parameters}
+    held = _held(backend, model)
     values: dict[str, np.ndarray] = {}
     done: set[int] = set()
     for use in backend.modules.parameter_uses(model):
@@ -125,9 +124,19 @@ def full_parameters(backend: Backend, model: Module) -> dict[str, np.ndarray]:
             continue
         done.add(id(use.parameter))
         sharded = held.get(id(use.parameter))
+        if sharded is not None:
+            sharded.require_values(use.name)
         split = sharded is not None and _is_split(sharded.layout)
         values[use.name] = backend.tensors.to_numpy(_whole(backend, sharded) if split else use.parameter)
     return values
+
+
+def _held(backend: Backend, model: Module) -> dict[int, ShardedParameter]:
+    """What units hold below a module, by the id of the shard."""
+    every = [each for unit in units_of(backend, model) for each in unit.parameters]
+    for each in every:
+        each.adopt()
+    return {id(each.parameter): each for each in every}
 
 
 def _is_split(layout: Layout) -> bool:
@@ -137,12 +146,33 @@ def _is_split(layout: Layout) -> bool:
 def _whole(backend: Backend, sharded: ShardedParameter) -> Tensor:
     """One whole parameter, as the shards have it now."""
     layout = sharded.layout
-    return redistribution(backend, layout, layout.with_placements({})).run(sharded.parameter)
+    if not sharded.has_values:
+        return backend.tensors.on_meta(layout.shape, sharded.spec.dtype)
+    shard = backend.tensors.to_device(sharded.parameter)
+    return redistribution(backend, layout, layout.with_placements({})).run(shard)
+
+
+def load_full_parameters(backend: Backend, model: Module, values: Mapping[str, np.ndarray]) -> None:
+    """See `hyper_parallel.load_full_parameters`."""
+    held = _held(backend, model)
+    uses = backend.modules.parameter_uses(model)
+    check_values(uses, values, {key: each.layout.shape for key, each in held.items()})
+    for unit in units_of(backend, model):
+        unit.gathers.free(unit)  # what is gathered has the values of before
+    with backend.autograd.no_grad():
+        for use in uses:
+            sharded, whole = held.get(id(use.parameter)), values.get(use.name)
+            if whole is not None and sharded is not None:
+                part = sharded.layout.shard(whole, sharded.spec.rank)
+                sharded.load(backend.tensors.from_numpy(part, sharded.spec.dtype))
+            elif whole is not None:
+                dtype = backend.tensors.dtype_name(use.parameter)
+                backend.tensors.copy_(use.parameter, backend.tensors.from_numpy(whole, dtype))
 
 
 def layout_of(parameter: Parameter) -> Layout | None:
     """The layout of a parameter at rest; None when it was never sharded."""
-    return _layouts.get(parameter)
+    return layouts.get(parameter)
 
 
 def usable_mesh(backend: Backend, mesh: Any, dp_mesh_dims: Any = None) -> DeviceMesh:
@@ -206,16 +236,21 @@ def _check_joined(backend: Backend) -> None:
         raise ConfigError("to shard, the ranks have to be joined; call hyper_parallel.initialize() first")
 
 
+def check_have_values(backend: Backend, chosen: Sequence[Sequence[ParameterUse]]) -> None:
+    """Refuse parameters without values."""
+    for uses in chosen:
+        if not backend.tensors.has_values(uses[0].parameter):
+            raise ConfigError(
+                f"the parameter {uses[0].name} has no values, it is on the meta device or waits to be initialised; "
+                "load it before the model is cut"
+            )
+
+
 def check_parameters(backend: Backend, module: Module, chosen: Sequence[Sequence[ParameterUse]]) -> None:
-    """Refuse parameters without values, and those that a module reads past its registry."""
+    """Refuse parameters that a module reads past its registry."""
     names = {}
     for uses in chosen:
         names[id(uses[0].parameter)] = uses[0].name
-        if not backend.tensors.has_values(uses[0].parameter):
-            raise ConfigError(
-                f"fully_shard: the parameter {uses[0].name} has no values, it is on the meta device; "
-                "load it before sharding"
-            )
     for path, owner in backend.modules.named_modules(module):
         for attribute, value in vars(owner).items():
             if not isinstance(value, (list, tuple)):
@@ -246,7 +281,7 @@ def _uses_to_shard(
     for use in _uses_outside_units(backend, modules):
         if id(use.parameter) in ignored_ids:
             continue
-        if _replaced.get(use.parameter) is not None or _layouts.get(use.parameter) is not None:
+        if _replaced.get(use.parameter) is not None or layouts.get(use.parameter) is not None:
             raise ConfigError(
                 f"fully_shard: the parameter {use.name} is held by another unit already; shard inner modules before "
                 "outer ones, and make no units of what shares a parameter, so that their common parent's holds it"

@@ -7,11 +7,16 @@ from math import ceil, prod
 from typing import Callable, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
+from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.counts import Counts
 from hyper_parallel.core.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.fsdp.spec import ShardSpec
+from hyper_parallel.core.identity import IdentityMap
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
+
+layouts = IdentityMap()
+"""The layout of each parameter at rest."""
 
 
 def ranks_with_samples(mesh: DeviceMesh) -> int:
@@ -62,13 +67,13 @@ class ShardedParameter:
         self.counts = Counts()
         self._tensors = backend.tensors
         self._collectives = backend.collectives
+        self._modules = backend.modules
         self._exact = self._collectives.gathers_uneven()
         self._part: Tensor | None = None  # of the buffer, kept after forward for a smaller group
         self._part_group: Group | None = None
         self.parameter = uses[0].parameter
-        local = self._at_rest(self.parameter)
-        if local is not self.parameter:
-            self.parameter = backend.modules.replace_parameter(self.uses, local)
+        self.has_values = self._tensors.has_values(self.parameter)
+        self._hold(self._at_rest(self.parameter))
         # The pieces of a leading dim lie in the buffer as they came, with the padding behind the full parameter.
         fits = self._exact or spec.is_even or self._tensors.reads_parts_in_place()
         self._direct = spec.dim == 0 and fits
@@ -162,10 +167,62 @@ class ShardedParameter:
     def is_offloaded(self) -> bool:
         return isinstance(self.offload, CPUOffloadPolicy)
 
+    def load(self, local: Tensor) -> None:
+        """Overwrite the shard, which needs no values yet, with a tensor of its shape."""
+        if not self.has_values:
+            self.has_values = True
+            self._hold(self._placed(local))
+        elif self.spec.local_numel:
+            self._tensors.copy_(self.parameter, local)
+
+    def require_values(self, name: str) -> None:
+        """Raise a ConfigError that tells how to give the parameter `name` values, if it has none."""
+        self.adopt()
+        if not self.has_values:
+            raise ConfigError(
+                f"the parameter {name} has no values yet; before the first forward, call model.to_empty(device=...) "
+                "and initialise it (PyTorch), or hyper_parallel.load_full_parameters(model, values)"
+            )
+
+    def adopt(self) -> None:
+        """Where there was no shard, take what others have made for it, if they have: `to_empty`, or whoever has put
+        something in its place.
+
+        Raises:
+            ConfigError: it has another shape.
+        """
+        use = self.uses[0]
+        found = None if self.has_values else self._modules.registered(use.owner, use.attribute)
+        if found is None or not self._tensors.has_values(found):
+            return
+        if tuple(found.shape) != self.spec.local_shape:
+            raise ConfigError(
+                f"the parameter {use.name} was given the shape {tuple(found.shape)}, its shard on this rank has "
+                f"{self.spec.local_shape}; give whole values to hyper_parallel.load_full_parameters(model, values)"
+            )
+        self.has_values = True
+        layouts.pop(self.parameter)
+        self.parameter = found
+        self.uses = [each._replace(parameter=found) for each in self.uses]
+        self._hold(self._placed(found))
+
+    def _hold(self, local: Tensor) -> None:
+        """Let modules hold `local` as the shard."""
+        if local is not self.parameter:
+            layouts.pop(self.parameter)
+            self.parameter = self._modules.replace_parameter(self.uses, local)
+            self.uses = [use._replace(parameter=self.parameter) for use in self.uses]
+        layouts.set(self.parameter, self.layout)
+
     def _at_rest(self, parameter: Tensor) -> Tensor:
         """This rank's part of a whole parameter, where and as it is to lie between steps."""
+        if not self.has_values:
+            return self._tensors.on_meta(self.spec.local_shape, self.spec.dtype)
+        return self._placed(parameter if self.spec.is_whole else self._cut(parameter))
+
+    def _placed(self, local: Tensor) -> Tensor:
+        """The same shard in memory as it is to lie in."""
         spec, tensors = self.spec, self._tensors
-        local = parameter if spec.is_whole else self._cut(parameter)
         roomy = not self._exact and tensors.reads_parts_in_place()
         numel = spec.own_numel(exact=not roomy)
         if self.is_offloaded:

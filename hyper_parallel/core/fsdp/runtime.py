@@ -23,6 +23,9 @@ class BackendRuntime:
     def issue_gather(self, unit: Unit) -> None:
         """Start the gathers of all parameters of a unit together."""
         with self._backend.autograd.no_grad():
+            for each in unit.parameters:
+                if not each.has_values:
+                    each.require_values(".".join(filter(None, (unit.name, each.uses[0].name))))
             self._gathering[unit] = [each.issue_gather(unit.shard_group) for each in unit.parameters]
 
     def wait_gather(self, unit: Unit) -> None:
