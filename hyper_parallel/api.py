@@ -89,7 +89,7 @@ def parallelize(model: Module, plan: ShardingPlan, mode: str = "production") -> 
     MindSpore fixes the shape of a parameter's gradient when the parameter is made, so there the parameters are new
     objects.
 
-    All ranks must have started with equal values: shards are cut from what each rank holds.
+    All ranks must have started with equal values: shards are cut from what each rank holds. Validation compares them.
 
     Args:
         model: a `torch.nn.Module` or a `mindspore.nn.Cell`.
@@ -98,8 +98,9 @@ def parallelize(model: Module, plan: ShardingPlan, mode: str = "production") -> 
 
     Raises:
         PlanError: the plan does not fit the model; lists every reason, and nothing is changed.
-        ContractError: in validation, the plan contradicts itself; likewise. Later, while the model runs: a tensor or a
-            gradient lies otherwise than the plan says, or an operator would be wrong on what it is given.
+        ContractError: in validation, the plan contradicts itself, or ranks start with different values; likewise.
+            Later, while the model runs: a tensor or a gradient lies otherwise than the plan says, an operator would be
+            wrong on what it is given, or ranks that compute one model are given different things.
         ConfigError, LayoutError: the mesh has an axis that can't be run yet, the ranks are not joined, or the mesh is
             not one of all ranks; likewise.
     """

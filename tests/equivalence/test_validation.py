@@ -1,5 +1,7 @@
 """Validation on real ranks, of both backends: what production computes, and an error where a plan is broken."""
 
+import math
+
 import pytest
 
 from tests.equivalence import validation_bodies
@@ -32,6 +34,37 @@ def test_a_plan_that_is_broken_in_one_place_stops_there(pool, backend_name):
             assert message.startswith(f"{module}: "), message
             assert what in message and f"plan: {line}" in message, message
         assert not told
+
+
+DIFFERENT = {
+    "a token": (
+        "Decoder: ",
+        "int64 [2, 11]: it has to be the same on every rank of tensor, but at [1, 2] rank {even} has",
+    ),
+    "a length": ("Decoder: ", "but it is int64 [2, 11] on rank {even} and int64 [2, 10] on rank {odd}"),
+    "a dtype": ("Decoder: ", "but it is int64 [2, 11] on rank {even} and int32 [2, 11] on rank {odd}"),
+    "targets": (
+        "cross_entropy: targets",
+        "int64 [2, 10]: it has to be the same on every rank of tensor, but at [1, 1]",
+    ),
+    "the length of targets": ("cross_entropy: targets", "but it is int64 [2, 10] on rank"),
+    "a parameter": ("parallelize: ranks start", "rank 0 hold: model.layers.1.input_layernorm.weight (rank {odd})\n"),
+    "heads": (
+        "model.layers.0.self_attn: reshape over tensor",
+        "units of 8, and the shape [2, 11, 4, 4] splits it into",
+    ),
+}
+"""What ranks differ in, or their code has wrong; how the message of every rank begins, and what is in it."""
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"shard": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_do_not_compute_one_model_all_stop(pool, backend_name, name, sizes):
+    config, weights, ids = random_case(batch=2)
+    odd = math.prod(sizes.values()) - 1
+    for told in pool(backend_name, odd + 1).run(validation_bodies.different, config, weights, ids, sizes, name):
+        start, what = DIFFERENT[name]
+        assert told.startswith(start) and what.format(odd=odd, even=odd - 1) in told, told
 
 
 EXPECTED = {

@@ -166,12 +166,16 @@ def test_copies_that_differ_between_ranks_are_told_with_what_they_measure(dtype)
         rank, agreement = backend.collectives.rank(), Agreement(backend, mesh, is_real=True)
         same = torch.linspace(0, 1, 100, dtype=torch.float64).to(dtype)
         agreement.check(same, ["tensor"], ContractError)
-        agreement.check(torch.tensor([1, rank]), ["tensor"], ContractError)  # whole numbers carry no gradient
         swapped = same if rank == 0 else same.flip(0)
         with pytest.raises(ContractError, match="has to be the same on every rank of tensor, but ranks 0 and 1"):
             agreement.check(swapped, ["tensor"], ContractError)
         with pytest.raises(ContractError, match="their norms are"):
             agreement.check(same * (1 + rank), ["tensor"], ContractError)
+        with pytest.raises(ContractError, match=r"of the shapes \[50\] and \[51\]"):
+            agreement.check(same[: 50 + rank] * 0, ["tensor"], ContractError)
+        agreement.check(torch.tensor([1, 2**60]), ["tensor"], ContractError)
+        with pytest.raises(ContractError, match=r"hold others: whole numbers of the shape \[2\]"):
+            agreement.check(torch.tensor([1, 2**60 + rank]), ["tensor"], ContractError)
 
     InProcessWorld(backends.load("torch"), 2, timeout_s=20).run(body)
 

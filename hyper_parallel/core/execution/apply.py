@@ -25,6 +25,7 @@ from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.fully_sharded import ROOT
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
 from hyper_parallel.core.validation.follow import Following
+from hyper_parallel.core.validation.start import check_same_start
 
 _ATTRIBUTE = "_hyper_parallel_execution"
 
@@ -68,8 +69,8 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bo
     With `validate` modules see tensors that are followed, and boundaries check them; all else is the same.
 
     Raises:
-        ContractError: with `validate`, what the plan says of a parameter contradicts itself; nothing is changed, on any
-            rank.
+        ContractError: with `validate`, what the plan says of a parameter contradicts itself, or ranks start with
+            different values; nothing is changed, on any rank.
         PlanError: the plan does not fit the model, lists every reason; or another rank has found something wrong.
             Nothing is changed, on any rank.
         ConfigError: the mesh has an axis that can be planned and not yet run, the ranks are not joined, a parameter has
@@ -90,6 +91,8 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bo
     except HyperParallelError as found:
         error = found
     checks.agree(backend, plan, error)
+    if validate:
+        check_same_start(backend, model)
     _carry_out(facts, adaptations, following)
 
 

@@ -191,8 +191,8 @@ class OwnHead:
 
     def __init__(self, start: int, size: int):
         self._start = start
-        self._size = size
+        self.size = size
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """A part of the last dim."""
-        return tensor[..., self._start : self._start + self._size]
+        return tensor[..., self._start : self._start + self.size]

@@ -22,7 +22,7 @@ from hyper_parallel.core.placement import Replicate, Shard
 from hyper_parallel.core.plan.contracts import BoundaryPlan
 from hyper_parallel.core.plan.plan import ShardingPlan
 from hyper_parallel.core.regions import chunk_bounds
-from hyper_parallel.core.validation.loss import followed_loss
+from hyper_parallel.core.validation.loss import check_same_targets, followed_loss
 
 
 class Vocabulary(NamedTuple):
@@ -105,6 +105,9 @@ def planned_cross_entropy(
         LayoutError: the logits are of the size of none of several heads, or can be of more than one.
         ContractError: the plan hands logits on in a layout that has no loss.
     """
+    track = None if backend.interception is None else backend.interception.track_of(logits)
+    if track is not None:
+        check_same_targets(track, targets, ignore_index)
     check_arguments(backend, logits, targets, reduction, ignore_index)
     rank = backend.collectives.rank()
     group = backend.collectives.groups([plan.mesh.group_of(rank, ["tensor"])])
@@ -116,7 +119,6 @@ def planned_cross_entropy(
             return whole_cross_entropy(backend, logits, targets, reduction, ignore_index)
         return vocabulary_cross_entropy(backend, logits, targets, vocabulary.size, group, reduction, ignore_index)
 
-    track = None if backend.interception is None else backend.interception.track_of(logits)
     return compute(logits, targets) if track is None else followed_loss(track, logits, targets, is_cut, compute)
 
 

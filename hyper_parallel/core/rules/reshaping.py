@@ -80,7 +80,7 @@ def _carried(x: Operand, shape: Shape, hole: int | None, among: Sequence[int]) -
             "a shape that keeps the cut dim, splits it, or merges it with its neighbours",
         )
     place, blocks = _chosen(x, shape, _among_changed(x, shape, places, hole), hole)
-    return cut(place, blocks, _carried_unit(x, shape, prod(sizes[dim + 1 :]), prod(new[place + 1 :])))
+    return cut(place, blocks, _carried_unit(x, new, place, prod(sizes[dim + 1 :])))
 
 
 Places = list[tuple[int, int]]
@@ -109,18 +109,24 @@ def _among_changed(x: Operand, shape: Shape, places: Places, hole: int | None) -
     return [each for each in places if left <= each[0] <= last - right] or places
 
 
-def _carried_unit(x: Operand, shape: Shape, old: int, new: int) -> int:
-    """The unit of the new cut dim, each element of which stands for `new` numbers, as one of the old for `old`."""
-    unit = x.state.unit * old
-    if x.state.unit == 1 or not new % unit:
+def _carried_unit(x: Operand, shape: Shape, place: int, old: int) -> int:
+    """The unit of the new cut dim. Each element of the old one stands for `old` numbers.
+
+    What belongs together, such as the features of a head, gets dims of its own, or stays together in the cut dim. Split
+    or joined otherwise it would be taken for another number of heads than the whole model has.
+    """
+    unit, dims = x.state.unit * old, range(place + 1, len(shape) + 1)
+    inner = [prod(shape[dim:]) for dim in dims]
+    if x.state.unit == 1 or unit in inner:
         return 1
-    if old % new:
+    if old % inner[0]:
+        does = "joins them to" if inner[0] > unit else "splits it into"
         raise RuleError(
-            f"{x.name} {list(x.shape)} is {x.state} in units of {x.state.unit}, and the shape {list(shape)} splits it "
-            f"into parts of {new // old}",
+            f"{x.name} {list(x.shape)} is {x.state} in units of {x.state.unit}, and the shape {list(shape)} {does} "
+            f"parts of {inner[0] // old}",
             f"the cut dim as (-1, {x.state.unit}); a number of heads in the model's code has to be local",
         )
-    return unit // new
+    return unit // inner[0]
 
 
 def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple[int, int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from hashlib import sha256
 from typing import Callable, Sequence
 
 import numpy as np
 
-from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.backend import Backend, Group, Tensor
 from hyper_parallel.core.mesh import DeviceMesh
 
 _PERIOD = 4093
@@ -33,41 +34,86 @@ class Agreement:
         self.is_real = is_real
 
     def check(self, tensor: Tensor, axes: Sequence[str], fail: Callable[[str], Exception]) -> None:
-        """Raise what `fail` makes of the problem where the ranks along one of the axes hold different values."""
-        if not axes or not self.is_real or "float" not in self._backend.tensors.dtype_name(tensor):
+        """Raise what `fail` makes of the problem where the ranks along one of the axes hold different values. Whole
+        numbers have to be equal, others nearly so."""
+        if not axes or not self.is_real:
             return
-        own = self._measure(tensor)
-        tolerance = TOLERANCE.get(self._backend.tensors.dtype_name(tensor), HALF_TOLERANCE)
+        backend = self._backend
+        dtype, shape = backend.tensors.dtype_name(tensor), tuple(map(int, tensor.shape))
+        with backend.autograd.no_grad():
+            array = backend.tensors.to_numpy(backend.interception.plain(tensor))
+        is_whole = "float" not in dtype
+        own = np.concatenate([_parts_of_digest(array) if is_whole else measure(array), _sizes(shape)])
         for axis in axes:
-            everyone = self._gathered(own, axis)
-            scale = max(float(np.nanmax(everyone[:, 0])), 1e-30) if not np.isnan(everyone[:, 0]).all() else 1.0
-            apart = ~np.isclose(everyone, everyone[:1], rtol=0.0, atol=tolerance * scale, equal_nan=True)
-            if apart.any():
-                other = int(np.argwhere(apart)[0][0])
-                raise fail(
-                    f"it has to be the same on every rank of {axis}, but ranks 0 and {other} of the axis hold others: "
-                    f"their norms are {everyone[0, 0]:.6g} and {everyone[other, 0]:.6g}, and weighted sums "
-                    f"{everyone[0, 1]:.6g} and {everyone[other, 1]:.6g}"
-                )
+            group = backend.collectives.groups([self._mesh.group_of(backend.collectives.rank(), [axis])])
+            everyone = gathered(backend, own.astype(np.float32), group).astype(np.float64)
+            problem = _problem(everyone, 0.0 if is_whole else tolerance_of(dtype), shape)
+            if problem:
+                raise fail(f"it has to be the same on every rank of {axis}, but {problem}")
 
-    def _measure(self, tensor: Tensor) -> np.ndarray:
-        """The norm of a tensor and weighted sums of its elements, which depend on their order."""
-        with self._backend.autograd.no_grad():
-            flat = self._backend.tensors.to_numpy(self._backend.interception.plain(tensor)).astype(np.float64).ravel()
-        rows = -(-max(flat.size, 1) // _PERIOD)
-        padded = np.zeros(rows * _PERIOD)
-        padded[: flat.size] = flat
-        folded = padded.reshape(rows, _PERIOD)
-        across, down = _weights(_PERIOD), _weights(rows)
-        return np.array([np.linalg.norm(flat), folded.sum(0) @ across, down @ (folded @ across)])
 
-    def _gathered(self, own: np.ndarray, axis: str) -> np.ndarray:
-        collectives, tensors = self._backend.collectives, self._backend.tensors
-        group = collectives.groups([self._mesh.group_of(collectives.rank(), [axis])])
-        sent = tensors.from_numpy(own.astype(np.float32))
-        received = tensors.buffer(sent, group.size * own.size)
-        collectives.all_gather(received, sent, group)
-        return tensors.to_numpy(received).astype(np.float64).reshape(group.size, own.size)
+def _problem(everyone: np.ndarray, tolerance: float, shape: tuple[int, ...]) -> str:
+    """How what ranks have told of one tensor differs, row by row; "" where it does not."""
+    measures, sizes = everyone[:, :_MEASURES], everyone[:, _MEASURES:]
+    reshaped = (sizes != sizes[0]).any(1)
+    if reshaped.any():
+        other = int(np.argmax(reshaped))
+        shapes = [list(map(int, row[1 : 1 + int(row[0])])) for row in (sizes[0], sizes[other])]
+        return f"ranks 0 and {other} of the axis hold tensors of the shapes {shapes[0]} and {shapes[1]}"
+    scale = max(float(np.nanmax(measures[:, 0])), 1e-30) if not np.isnan(measures[:, 0]).all() else 1.0
+    apart = ~np.isclose(measures, measures[:1], rtol=0.0, atol=tolerance * scale, equal_nan=True)
+    if not apart.any():
+        return ""
+    other = int(np.argwhere(apart)[0][0])
+    told = f"ranks 0 and {other} of the axis hold others"
+    if not tolerance:
+        return f"{told}: whole numbers of the shape {list(shape)}"
+    return (
+        f"{told}: their norms are {measures[0, 0]:.6g} and {measures[other, 0]:.6g}, and weighted sums "
+        f"{measures[0, 1]:.6g} and {measures[other, 1]:.6g}"
+    )
+
+
+_MEASURES = 3
+_DIMS = 6
+"""Dims of which the sizes are told."""
+
+
+def _sizes(shape: tuple[int, ...]) -> np.ndarray:
+    """The number of dims and their sizes, in the same room for every shape."""
+    told = shape[:_DIMS]
+    return np.array([len(told), *told, *[0] * (_DIMS - len(told))], np.float64)
+
+
+def _parts_of_digest(array: np.ndarray) -> np.ndarray:
+    """A digest as numbers that float32 holds exactly."""
+    digest = sha256(array.tobytes()).digest()
+    return np.array([int.from_bytes(digest[3 * part : 3 * part + 3], "big") for part in range(_MEASURES)], np.float64)
+
+
+def tolerance_of(dtype: str) -> float:
+    """How far measures of tensors of a floating dtype may lie apart, relative to their norm."""
+    return TOLERANCE.get(dtype, HALF_TOLERANCE)
+
+
+def measure(array: np.ndarray) -> np.ndarray:
+    """The norm of an array and weighted sums of its elements, which depend on their order."""
+    flat = array.astype(np.float64).ravel()
+    rows = -(-max(flat.size, 1) // _PERIOD)
+    padded = np.zeros(rows * _PERIOD)
+    padded[: flat.size] = flat
+    folded = padded.reshape(rows, _PERIOD)
+    across, down = _weights(_PERIOD), _weights(rows)
+    return np.array([np.linalg.norm(flat), folded.sum(0) @ across, down @ (folded @ across)])
+
+
+def gathered(backend: Backend, own: np.ndarray, group: Group) -> np.ndarray:
+    """What every rank of a group has, row by row; `own` is one-dimensional, of the same length on each."""
+    tensors = backend.tensors
+    sent = tensors.from_numpy(own)
+    received = tensors.buffer(sent, group.size * own.size)
+    backend.collectives.all_gather(received, sent, group)
+    return tensors.to_numpy(received).reshape(group.size, own.size)
 
 
 @lru_cache(maxsize=64)

@@ -59,7 +59,8 @@ class _Picked:
                     "",
                 )
         features = len(tensor.shape) - 1
-        return _followed(watch, self._change(watch.backend.interception.plain(tensor)), track, states, cut(features))
+        own = self._change(watch.backend.interception.plain(tensor))
+        return _followed(watch, own, track, states, cut(features, unit=self._change.size))
 
 
 class _Dealt:

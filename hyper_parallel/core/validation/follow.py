@@ -15,6 +15,8 @@ from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing, Rows
 from hyper_parallel.core.validation.contracts import check_ends, contract_states
 from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
+from hyper_parallel.core.validation.heads import head_units
+from hyper_parallel.core.validation.outside import CHOICES, Outside, WholeNumbers, named_arguments
 from hyper_parallel.core.validation.parameters import line_of, parameter_states
 from hyper_parallel.core.validation.regions import RegionLook
 from hyper_parallel.core.validation.samples import check_samples
@@ -45,6 +47,7 @@ class Following(Maker):
         self._interception = facts.backend.interception
         self._opaque = [each.module for each in facts.plan.boundaries if each.region == "opaque"]
         self._agreement = Agreement(facts.backend, mesh, is_real)
+        self._outside = Outside(facts.backend, mesh, axes, is_real, facts.plan.model_class)
         for each in adaptations.collectives:
             each.look = RegionLook(facts.backend, mesh, self._agreement)
         self.watch = Watch(
@@ -53,9 +56,13 @@ class Following(Maker):
             tuple(mesh.axis_size(axis) for axis in axes),
             tables=tables(adaptations),
             name_of=self._name_of,
+            agreement=self._agreement,
+            outside=self._outside,
         )
+        units = head_units(facts)
         self._states = {
-            each.name: parameter_states(each, axes, each.name in adaptations.shares) for each in facts.plan.parameters
+            each.name: parameter_states(each, axes, each.name in adaptations.shares, units.get(each.name, 1))
+            for each in facts.plan.parameters
         }
 
     def shown(self, parameter: ParameterPlan) -> Callable[[Tensor], Tensor]:
@@ -71,8 +78,13 @@ class Following(Maker):
         return follow
 
     def boundary(self, name: str, module: Module) -> Boundary:
-        """See `Maker`."""
-        return CheckedBoundary(self.watch, name, module, name in self._opaque)
+        """See `Maker`. Tokens and choices of experts are no numbers that a contract holds."""
+        made = CheckedBoundary(self.watch, name, module, name in self._opaque)
+        planned = self.facts.boundaries.get(name)
+        chooses = planned is not None and planned.kind == "experts"
+        if chooses or (planned is not None and any(each.dims <= 2 for each in planned.inputs)):
+            made.arguments.append(WholeNumbers(self._outside, name, module, CHOICES if chooses else ""))
+        return made
 
     def crossing(self, planned: BoundaryPlan, contract: Contract, side: str) -> Change | None:
         """See `Maker`. Contracts are held where they change nothing too, but for those of tokens, which are indices."""
@@ -115,7 +127,7 @@ class Following(Maker):
         for name, module in self.facts.modules.items():
             if id(module) not in seen:
                 seen.add(id(module))
-                path = _Path(self.watch, name)
+                path = _Path(self.watch, name, module)
                 hooks.append(modules.around_forward(module, path.enter, path.leave))
         return hooks
 
@@ -135,14 +147,18 @@ class Following(Maker):
 class _Path:
     """A module's place, told to the watch while it runs."""
 
-    def __init__(self, watch: Watch, name: str):
+    def __init__(self, watch: Watch, name: str, module: Module):
         self._watch = watch
         self._name = name
+        self._module = module
 
     def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The module begins."""
+        """The module begins. Where it is the outermost one, its arguments come from outside."""
         if not self._name:
             self._watch.running.clear()  # an exception may have left something behind
+        outside = self._watch.outside
+        if not self._watch.running and outside is not None and outside.is_real:
+            outside.check(self._name, named_arguments(self._module, args, kwargs))
         self._watch.running.append(self._name)
         return args, kwargs
 

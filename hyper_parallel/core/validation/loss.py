@@ -36,6 +36,15 @@ def followed_loss(
     return watch.backend.interception.follow(loss, Track(watch, tuple(states), track.origin, track.live))
 
 
+def check_same_targets(track: Track, targets: Tensor, ignore_index: int) -> None:
+    """Raise `ContractError` on all ranks that share the model of these logits where they have different targets. Before
+    any of them looks at its own: what one rank finds wrong with them the others would wait for."""
+    watch = track.watch
+    if watch.outside is not None:
+        values = {"targets": watch.backend.interception.plain(targets), "ignore_index": ignore_index}
+        watch.outside.check(watch.module or "cross_entropy", values, together=False)
+
+
 def _on_tokens(state: State) -> State:
     return WHOLE if state.is_replicate else state
 

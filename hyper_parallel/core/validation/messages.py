@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Mapping, NamedTuple, Sequence
 
 from hyper_parallel.core.errors import ContractError
+from hyper_parallel.core.mesh import BATCH_AXES, DeviceMesh
 from hyper_parallel.core.rules.state import State
 from hyper_parallel.core.rules.table import RuleError
 
@@ -86,6 +87,29 @@ def boundary_error(module: str, side: str, problem: str, found: Found, legal: st
 def values_error(module: str, what: str, problem: str, line: str) -> ContractError:
     """Values, or those of a gradient, are otherwise than a contract says."""
     return ContractError(f"{place(module)}: the {what}: {problem}\n  plan: {line}")
+
+
+def other_start_error(told: Sequence[str]) -> ContractError:
+    """Ranks have made different models. `told` names parameters and buffers, and the ranks that hold others."""
+    return ContractError(
+        "parallelize: ranks start with different values, so no rank changes its model. Others than rank 0 hold: "
+        f"{', '.join(told)}\n"
+        "  legal: the same values on every rank, which keeps its part of them: give the framework the same seed on "
+        "every rank before the model is made, or load the same checkpoint into each model before this call"
+    )
+
+
+def outside_error(where: str, what: str, problem: str, axis: str, mesh: DeviceMesh, legal: str = "") -> ContractError:
+    """Ranks that compute one model were given different things, by a data loader where `legal` says nothing else."""
+    dealt = " and ".join(name for name in BATCH_AXES if mesh.axis_size(name) > 1)
+    picks = f"picks samples by a rank's place along {dealt} (mesh.coordinates(rank)) and " if dealt else ""
+    legal = legal or (
+        f"the same values on all ranks of a {axis} group, which compute one model together: a data loader {picks}reads "
+        "the same samples on these ranks"
+    )
+    return ContractError(
+        f"{where}: {what}: it has to be the same on every rank of {axis}, but {problem}\n  legal: {legal}"
+    )
 
 
 def _error(headline: str, found: Sequence[Found], legal: str, *lines: str) -> ContractError:

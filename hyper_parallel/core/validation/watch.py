@@ -7,12 +7,14 @@ or works out how the results lie, and the operator runs on the plain local tenso
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.rules.call import Argument, Call, call_of
 from hyper_parallel.core.rules.state import WHOLE, State, without_gradient
 from hyper_parallel.core.rules.table import RuleError, infer
+from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.messages import (
     PARAMETER,
     Found,
@@ -20,7 +22,9 @@ from hyper_parallel.core.validation.messages import (
     operator_error,
     start_error,
     untracked_error,
+    values_error,
 )
+from hyper_parallel.core.validation.outside import Outside
 
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
 """What frameworks raise for tensors that an operator can't take. Others mean something else: PyTorch's checkpoints end
@@ -56,7 +60,8 @@ class Watch:
 
     `axes` are the mesh axes that are followed, with `sizes` ranks each: those along which one model is computed by
     several ranks. Along the others each rank works on samples of its own. `tables` are the modules that look tokens up
-    in a part of a vocabulary; `name_of` tells the name of a parameter.
+    in a part of a vocabulary; `name_of` tells the name of a parameter. `agreement` and `outside` compare with the other
+    ranks, where there are any.
     """
 
     backend: Backend
@@ -65,6 +70,8 @@ class Watch:
     running: list[str] = field(default_factory=list)
     tables: frozenset[str] = frozenset()
     name_of: Callable[[Tensor], str | None] = lambda tensor: None
+    agreement: Agreement | None = None
+    outside: Outside | None = None
     operators: int = 0
     """How many calls of operators have been followed."""
     dtypes: set[str] = field(default_factory=set)
@@ -117,13 +124,17 @@ class Watch:
 
     def check_start(self, tensor: Tensor, gradient: Tensor | None) -> None:
         """Raise `ContractError` unless backward may start from `tensor` with `gradient` on every rank, with ones where
-        it is None: it must lie as the gradient of the tensor does."""
+        it is None: it must lie as the gradient of the tensor does, and be the same on every rank where both are."""
         own, given = self.track_of(tensor), None if gradient is None else self.track_of(gradient)
         for place, axis in enumerate(self.axes):
             lies = WHOLE if given is None else given.states[place]
             wanted = own.states[place]
             if lies.cut != wanted.cut or lies.blocks != wanted.blocks or lies.is_partial != wanted.pending:
                 raise start_error(self.module, self.found(tensor, "tensor"), axis)
+        if self.agreement is not None:
+            copies = [axis for axis, state in zip(self.axes, own.states) if state.is_replicate]
+            fail = partial(values_error, self.module, "tensor that backward starts from", line=own.origin)
+            self.agreement.check(tensor, copies, fail)
 
     def written_below(self, base: Track, shape: tuple[int, ...], track: Track, view: tuple[int, ...]) -> Track:
         """What a tensor carries of which a view, of another shape perhaps, was written in place."""

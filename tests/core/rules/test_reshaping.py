@@ -3,6 +3,7 @@
 import pytest
 
 from hyper_parallel.core.rules.state import COPIED, PARTIAL, State, cut
+from hyper_parallel.core.rules.table import RuleError
 from tests.core.rules.calls import T, state
 
 B, S, D = 2, 3, 8  # samples, tokens, features of a head
@@ -63,7 +64,20 @@ def test_a_unit_tells_one_head_from_a_dim_of_one_element():
     assert state("reshape", input=features, shape=(B, S, 1, D)) == cut(2)
     assert state("reshape", input=T(B * S, D, state=cut(1, unit=D)), shape=(B, S, D)) == cut(2, unit=D)
     assert state("reshape", input=T(B, S, 4 * D, state=cut(2, unit=D)), shape=(B, S, -1, D)) == cut(2)
-    assert state("reshape", input=T(B, S, 4 * D, state=cut(2, unit=D)), shape=(B, S, 2, 2 * D)) == cut(2)
+
+
+def test_a_unit_stays_together_whatever_stands_around_it():
+    features = T(B, S, 4 * D, state=cut(2, unit=D))
+    assert state("reshape", input=features, shape=(B, S, 2, 2, D)) == cut(2)
+    assert state("reshape", input=features, shape=(B, S, 4, 2, D // 2)) == cut(2)
+    assert state("reshape", input=features, shape=(B * S, 4 * D)) == cut(1, unit=D)
+
+
+@pytest.mark.parametrize(("size", "does"), [(D // 2, "splits it into"), (2 * D, "joins them to")])
+def test_a_unit_that_is_split_or_joined_is_another_number_of_heads(size, does):
+    features = T(B, S, 4 * D, state=cut(2, unit=D))
+    with pytest.raises(RuleError, match=rf"in units of {D}, and the shape .* {does} parts of {size};"):
+        state("reshape", input=features, shape=(B, S, 4 * D // size, size))
 
 
 def test_what_repeats_itself_does_so_in_another_shape():
