@@ -150,6 +150,25 @@ def test_ranks_with_samples_of_their_own_are_given_others_and_all_hear_of_what_o
     )
 
 
+def test_ranks_with_samples_of_their_own_may_be_given_fewer_things():
+    model = build(*FAMILIES["llama"])
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes({"shard": 2, "tensor": 2}))
+
+    def step(off: float):
+        def body(backend, own):
+            rank = backend.collectives.rank()
+            mask = {"attention_mask": causal(-9 - off * (rank == 3))} if rank > 1 else {}
+            own(input_ids=IDS, labels=IDS, use_cache=False, **mask).loss.backward()
+
+        return body
+
+    on_all_ranks(model, plan, step(off=0))
+    told = said_by_all(model, plan, step(off=1))
+    assert (
+        "attention_mask float64 [2, 1, 8, 8]: it has to be the same on every rank of tensor, but ranks 2 and 3" in told
+    )
+
+
 def test_tokens_that_come_to_a_table_on_another_way_are_compared_there():
     model, plan = llama()
 

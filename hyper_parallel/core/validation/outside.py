@@ -70,30 +70,36 @@ class Outside:
         """
         if not self._compared:
             return
-        group = self._groups[together]
-        leaves = dict(sorted(self._leaves(values)))
+        group, where = self._groups[together], place(module or self.model)
+        leaves = dict(sorted(self._leaves(values), key=lambda each: each[0]))
         records = {name: (leaf.kind, leaf.digest) for name, leaf in leaves.items()}
-        own = np.frombuffer(sha256(repr(records).encode()).digest(), np.int64)
-        digests = gathered(self.backend, own, group)
-        for axis, first, other in self._pairs(group):
-            if (digests[first] != digests[other]).any():
-                told = self._told(leaves, records, group, first, other)
-                raise outside_error(place(module or self.model), *told, axis, self.mesh, legal)
-        self._check_measures(module, leaves, group)
-
-    def _check_measures(self, module: str, leaves: Mapping[str, Leaf], group: Group) -> None:
         measured = {name: leaf for name, leaf in leaves.items() if leaf.measures is not None}
+        digest = np.frombuffer(sha256(repr(records).encode()).digest(), np.int64)
+        everyone = gathered(self.backend, np.append(digest, len(measured)), group)
+        for axis, first, other in self._pairs(group):
+            if (everyone[first] != everyone[other]).any():
+                told = self._told(leaves, records, group, first, other)
+                raise outside_error(where, *told, axis, self.mesh, legal)
+        if everyone[:, -1].any():
+            # Ranks with samples of their own may have been given other things, and fewer.
+            problems = self.backend.collectives.gather_objects(self._apart(measured), group)
+            for problem in filter(None, problems):
+                raise outside_error(where, *problem, self.mesh, legal)
+
+    def _apart(self, measured: Mapping[str, Leaf]) -> tuple[str, str, str] | None:
+        """The first numbers that ranks which compute one model measure differently, how, and along which axis."""
+        group = self._groups[False]
         if not measured:
-            return
+            return None
         own = np.concatenate([leaf.measures for leaf in measured.values()]).astype(np.float32)
         everyone = gathered(self.backend, own, group).astype(np.float64).reshape(group.size, len(measured), -1)
         for axis, first, other in self._pairs(group):
             for (name, leaf), one, two in zip(measured.items(), everyone[first], everyone[other]):
                 if not np.allclose(one, two, rtol=0.0, atol=leaf.tolerance * max(one[0], two[0]) + 1e-30):
-                    ranks = group.ranks[first], group.ranks[other]
-                    problem = f"ranks {ranks[0]} and {ranks[1]} have norms of {one[0]:.6g} and {two[0]:.6g}, and "
-                    problem += f"weighted sums of {one[1]:.6g} and {two[1]:.6g}"
-                    raise outside_error(place(module or self.model), f"{name} {leaf.kind}", problem, axis, self.mesh)
+                    ranks = f"ranks {group.ranks[first]} and {group.ranks[other]}"
+                    how = f"{ranks} have norms of {one[0]:.6g} and {two[0]:.6g}, and weighted sums of {one[1]:.6g} and "
+                    return f"{name} {leaf.kind}", f"{how}{two[1]:.6g}", axis
+        return None
 
     @cached_property
     def _compared(self) -> tuple[str, ...]:
