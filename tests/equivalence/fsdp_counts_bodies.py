@@ -1,7 +1,9 @@
 """Bodies of `test_fsdp_counts.py`: what a step copies around its collectives, and where gradients lie."""
 
 import hyper_parallel as hp
+from hyper_parallel.core.fsdp.counts import total
 from hyper_parallel.core.fsdp.unit import units_of
+from hyper_parallel.core.plan.costs import traffic
 from tests.equivalence.fsdp_bodies import shard
 from tests.equivalence.toy import batch, build
 
@@ -33,6 +35,21 @@ def whole_bytes(backend, config):
     """Bytes of each parameter, whole."""
     model, _ = build(backend, config)
     return {use.name: use.parameter.nbytes for use in backend.modules.parameter_uses(model)}
+
+
+def travelled(backend, config, sizes):
+    """What a step of a planned model has brought this rank by kind of collective, and what the plan says of the rank
+    with the most."""
+    model, loss = build(backend, config)
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes(sizes))
+    hp.parallelize(model, plan)
+    parameters = hp.trainable_parameters(model)
+    hp.value_and_grad(loss, [p for _, p in parameters])(batch(backend, config, backend.collectives.rank()))
+    counts = total(each for unit in units_of(backend, model) for each in unit.parameters)
+    said = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
+    for flow in traffic(plan):
+        said[flow.kind] += flow.bytes
+    return (counts.gathered, counts.scattered, counts.summed), tuple(said.values())
 
 
 def fused_buffers(backend, config, sizes):

@@ -51,6 +51,15 @@ def test_another_dim_costs_one_copy_for_each_gather_and_each_reduction(pool, bac
         assert found == expected
 
 
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("config", [ToyConfig(inputs=4, width=4, hidden=8), ToyConfig()], ids=["even", "uneven"])
+def test_what_travels_is_what_the_plan_says_of_the_rank_with_the_most(pool, backend_name, config, sizes):
+    """Pieces are not alike: what a rank gets of most is what others have, or what it sums itself."""
+    ranks = pool(backend_name, 4 if len(sizes) == 2 else 2).run(f"{BODIES}:travelled", config, sizes)
+    said = ranks[0][1]
+    assert tuple(max(found[kind] for found, _ in ranks) for kind in range(len(said))) == said
+
+
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2}], ids=str)
 def test_reduced_gradients_are_parts_of_aligned_buffers_with_zeros_behind(pool, backend_name, sizes):
     for buffers, inside in pool(backend_name, 2).run(f"{BODIES}:fused_buffers", ToyConfig(), sizes):

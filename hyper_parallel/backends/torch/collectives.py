@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hyper_parallel.backends.torch.exchange import exchange_and_sum, flat_memory, movable
+from hyper_parallel.backends.torch.exchange import exchange_and_sum, flat_memory, movable, swap_and_sum
 from hyper_parallel.backends.torch.joining import join, set_device
 from hyper_parallel.backends.torch.tensors import copy_, device, wide
 from hyper_parallel.core import collective_checks as checks
@@ -153,6 +153,8 @@ def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -
     if _stays_here(group, target):
         return _DONE
     if (precision := _summed_in(target)) != target.dtype:
+        if group.size == 2:  # as many bytes as an all-reduce in half precision would send
+            return _launch(call, async_op, *swap_and_sum(target, group))
         total = target.to(precision)
         return _launch(
             call,

@@ -55,6 +55,18 @@ def exchange_and_sum(
     return start, lambda: _sum_rows(target, rows, scale)
 
 
+def swap_and_sum(target: torch.Tensor, group: RankGroup) -> tuple[Callable[[], list[dist.Work]], Callable[[], None]]:
+    """An all-reduce between two ranks, of a 1-D tensor that is summed in a wider dtype than it travels in."""
+    other = torch.empty_like(target)
+    peer = group.ranks[1 - group.index]
+
+    def start() -> list[dist.Work]:
+        how = {"group": group.handle, "tag": _EXCHANGE_TAG}
+        return [dist.irecv(movable(other), peer, **how), dist.isend(movable(target), peer, **how)]
+
+    return start, lambda: _sum_rows(target, [target, other][:: -1 if group.index else 1], 1.0)
+
+
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     start, stop = other.data_ptr(), other.data_ptr() + other.nbytes
     return one.data_ptr() < stop and start < one.data_ptr() + one.nbytes

@@ -1,4 +1,4 @@
-"""What a parameter has cost beside its collectives, counted in bytes."""
+"""What a parameter has cost, counted in bytes: what its collectives have brought this rank, and what came on top."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """Bytes written since the unit was made, or since `reset`. What collectives move themselves does not count."""
+    """Bytes since the unit was made, or since `reset`."""
+
+    gathered: int = 0
+    """What gathers have received from other ranks, padding of pieces included."""
+    scattered: int = 0
+    """What reduce-scatters have."""
+    summed: float = 0
+    """What all-reduces have: `2 (k - 1) / k` of what is summed over k ranks."""
 
     gather_copied: int = 0
     """Copies on the way from the shard to the full parameter: padded, taken apart, or put together."""

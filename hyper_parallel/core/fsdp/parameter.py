@@ -116,6 +116,7 @@ class ShardedParameter:
             self._fill()
             return Gathering()
         piece, pieces = self._piece(), spec.sent_pieces(exact)
+        self.counts.gathered += spec.received_numel(exact) * piece.itemsize
         if self._direct:
             work = self._collectives.all_gather(self._buffer, piece, group, async_op=True, pieces=pieces)
             return Gathering(work, piece)
@@ -276,6 +277,7 @@ class ShardedParameter:
 
     def _gather_parts(self) -> Gathering:
         total, numel, group = prod(self._buffer.shape), prod(self._part.shape), self._part_group
+        self.counts.gathered += (group.size - 1) * self._part.nbytes
         if numel * group.size == total:
             work = self._collectives.all_gather(self._buffer, self._part, group, async_op=True)
             return Gathering(work, self._part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Callable, Container, Iterator, Sequence
 
-from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.backend import Backend, Group, Tensor
 from hyper_parallel.core.fsdp.reduction import UnitReduction
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class BackendRuntime:
                 gradient = reduction.full_gradient(index)
                 if parameter.spec.is_whole:
                     self._put(parameter, output, gradient, reduction.scale(parameter))
+                    self._count_summed(parameter, output, reduction.unit.shard_group)
                     work = self._backend.collectives.all_reduce(output, reduction.unit.shard_group, async_op=True)
                     reduction.works.append(work)
                 else:
@@ -90,6 +91,7 @@ class BackendRuntime:
         scale = reduction.scale(parameter)
         work = collectives.reduce_scatter(output, pieces, group, async_op=True, pieces=uneven, scale=scale)
         reduction.works.append(work)
+        counts.scattered += (group.size - 1) * output.numel() * min(pieces.itemsize, output.itemsize)
         casts = pieces.dtype != output.dtype
         if casts:
             counts.cast += pieces.numel() * output.itemsize
@@ -106,6 +108,7 @@ class BackendRuntime:
         with self._backend.autograd.no_grad():
             for parameter, output in zip(reduction.parameters, reduction.outputs):
                 reduction.unit.kept.take_piece(parameter, output)
+                self._count_summed(parameter, output, parameter.sum_group)
             for each in reduction.fused:
                 if each.group.size > 1:
                     work = self._backend.collectives.all_reduce(each.buffer, each.group, async_op=True)
@@ -136,6 +139,9 @@ class BackendRuntime:
     def call_at_end_of_backward(self, callback: Callable[[], None]) -> None:
         """Ask the engine."""
         self._backend.autograd.queue_final_callback(callback)
+
+    def _count_summed(self, parameter: ShardedParameter, output: Tensor, group: Group) -> None:
+        parameter.counts.summed += 2 * (group.size - 1) * output.nbytes / group.size
 
     def _put(self, parameter: ShardedParameter, output: Tensor, gradient: Tensor, scale: float) -> None:
         """A gradient of which every rank keeps all, in its place."""

@@ -84,6 +84,10 @@ class ShardSpec:
         """Elements of all pieces in transit."""
         return self.numel if exact else self.pieces * self.piece_numel
 
+    def received_numel(self, exact: bool) -> int:
+        """Elements that a gather brings this rank from the others."""
+        return self.sent_numel(exact) - self.own_numel(exact)
+
     def sent_pieces(self, exact: bool) -> tuple[int, ...] | None:
         """Elements of each piece in transit, for a collective that has to be told; None where all are alike."""
         return self.piece_numels if exact and not self.is_even else None
