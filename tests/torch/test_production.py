@@ -168,9 +168,18 @@ def test_layouts_and_whole_values_are_found_and_an_optimizer_keeps_the_ranks_tog
             torch.testing.assert_close(torch.from_numpy(found[name]), parameter.detach(), rtol=0, atol=1e-8)
 
 
-def test_the_norm_counts_every_element_once():
-    model = build(*LLAMA)
-    plan = planned(model, {"shard": 2, "tensor": 2})
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        (LLAMA, {"shard": 2, "tensor": 2}),
+        (FAMILIES["qwen3_moe"], {"shard": 2, "expert": 2}),
+        (FAMILIES["qwen3_moe"], {"expert": 2, "tensor": 2}),
+    ],
+    ids=["tensor", "experts", "experts and tensor"],
+)
+def test_the_norm_counts_every_element_once(family, sizes):
+    model = build(*family)
+    plan = planned(model, sizes)
     ids, weights = tokens(4, 8), torch.randn(4, 8, 96)
     loss_of(model(input_ids=ids).logits, weights).backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
