@@ -53,6 +53,25 @@ def test_tokens_travel_to_their_experts(family, sizes, length):
     hold_against(model, planned(model, sizes), samples=4, length=length)
 
 
+@pytest.mark.parametrize("sizes", [{"expert": 4}, {"expert": 2, "tensor": 2}, {"shard": 2, "expert": 2}], ids=str)
+def test_all_tokens_travel_to_all_experts(sizes):
+    model = build(*OTHERS["llama4_text"])
+    hold_against(model, planned(model, sizes), samples=4, length=7)
+
+
+def test_ranks_with_more_tokens_and_with_fewer_share_experts_that_take_all():
+    model = build(*OTHERS["llama4_text"])
+    batches = [tokens(samples, 5) for samples in (3, 1)]
+
+    def body(backend, own):
+        found = own(input_ids=batches[backend.collectives.rank()], use_cache=False).logits
+        found.sum().backward()
+        return found.detach()
+
+    for ids, found in zip(batches, on_all_ranks(model, planned(model, {"expert": 2}), body)):
+        torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("trained", ["", "experts"])
 def test_a_rank_whose_experts_nobody_chooses_still_takes_part(trained):
     model = build("mixtral", EXPERTS | {"num_local_experts": 8, "num_experts": 8})

@@ -77,6 +77,7 @@ def violations(facts: Facts) -> Iterator[str]:
     yield from (f"{name} is in the model only" for name in sorted(set(uses) - planned))
     yield from _tie_violations(plan, uses)
     yield from _unit_violations(facts)
+    yield from _experts_of_their_own(plan)
     for name in sorted(planned & set(uses)):
         yield from _parameter_violations(backend, uses, plan, name)
     yield from _boundary_violations(facts)
@@ -128,6 +129,20 @@ def _parameter_violations(
     yield from _placement_violations(plan, each, name)
 
 
+def _experts_of_their_own(plan: ShardingPlan) -> Iterator[str]:
+    """Experts in a list, each with a rank that holds it."""
+    found: dict[str, None] = {}
+    for each in plan.parameters:
+        if any(isinstance(placement, RaggedShard) for placement in each.placements.values()):
+            around = each.name.partition(".experts.")[0]
+            found[".".join("*" if part.isdigit() else part for part in around.split("."))] = None
+    for around in found:
+        yield (
+            f"{around}.experts are modules of their own, and only experts that are packed into one tensor run over "
+            f"expert yet; have every rank hold all of them: {around}.experts.**: {{placements: {{expert: replicate}}}}"
+        )
+
+
 def _placement_violations(plan: ShardingPlan, each: ParameterPlan, name: str) -> Iterator[str]:
     try:
         Layout(plan.mesh, each.placements, each.shape)
@@ -137,8 +152,8 @@ def _placement_violations(plan: ShardingPlan, each: ParameterPlan, name: str) ->
         return
     for axis, placement in each.placements.items():
         if isinstance(placement, RaggedShard):
-            yield f"{name} is an expert of its own; only experts that are packed into one tensor run over {axis} yet"
-        elif isinstance(placement, Partial) or axis not in ("shard", *MODEL_AXES):
+            return  # told of all experts together
+        if isinstance(placement, Partial) or axis not in ("shard", *MODEL_AXES):
             yield f"{name} is placed as {axis}: {placement}; a parameter that is run is cut by shard, tensor or expert"
     found = each.placements.get("shard")
     if isinstance(found, (Shard, StridedShard)) and found != _after_others(plan.mesh, each, found.dim):

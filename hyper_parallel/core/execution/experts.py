@@ -4,6 +4,8 @@ Ranks along `expert` see different samples, and each holds some of the experts. 
 with tokens `[N, H]`, the experts chosen for each, `[N, K]`, and their weights, `[N, K]`. Each choice is sent to the
 rank that holds the expert; there the module's own code runs on what has come, one choice a row, as if it had those
 experts only; the results travel back and are summed up. Gradients travel the other way round.
+
+Some modules are called with all tokens for every expert instead, weighted before, `[E * N, H]`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from hyper_parallel.core.execution.facts import Facts, is_in
 from hyper_parallel.core.execution.travel import Travel
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
+from hyper_parallel.core.plan.architectures import ALL_TOKENS
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Attributes from which the code of experts reads how many there are."""
@@ -36,7 +39,7 @@ class _Trip(NamedTuple):
     shape: tuple[int, int]
 
 
-class Dispatch:
+class _Around:
     """What stands around a module of experts, of which every rank holds the next `count`."""
 
     def __init__(self, backend: Backend, name: str, mesh: DeviceMesh, count: int):
@@ -45,7 +48,12 @@ class Dispatch:
         self._travel = Travel(backend, mesh)
         self._ranks = mesh.axis_size("expert")
         self._count = count
-        self._trip: _Trip | None = None
+
+
+class Dispatch(_Around):
+    """Each choice goes to the rank of its expert."""
+
+    _trip: _Trip | None = None
 
     def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments with what has come for this rank's experts: tokens `[M, H]`, experts counted from this rank's
@@ -107,6 +115,45 @@ class Dispatch:
         return np.argsort(owners, kind="stable"), owners
 
 
+class InTurns(_Around):
+    """All tokens go to all experts: as many rows for each, those of one expert after those of the other."""
+
+    _trip: tuple[list[int], list[int], Tensor] | None = None
+
+    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments with the rows of all ranks for this rank's experts, `[M, H]`.
+
+        Raises:
+            ContractError: the module was called with something else than as many rows for each expert.
+        """
+        tensors, experts = self._backend.tensors, self._count * self._ranks
+        named = dict(enumerate(args)) | kwargs
+        found = [key for key, value in named.items() if tensors.is_tensor(value)]
+        shapes = [tuple(int(size) for size in named[key].shape) for key in found]
+        if len(found) != 1 or len(shapes[0]) != 2 or shapes[0][0] % experts:
+            raise ContractError(
+                f"{self._name} was called with tensors of the shapes {list(map(list, shapes))}; over the axis expert "
+                f"these experts take one tensor, all tokens for each of {experts} experts: [{experts} * N, H]"
+            )
+        sent = [shapes[0][0] // self._ranks] * self._ranks
+        received = self._travel.counts(sent, "expert")
+        order = self._by_expert(received)
+        self._trip = sent, received, tensors.from_numpy(np.argsort(order))
+        come = self._travel.rows(named[found[0]], "expert", sent, received)
+        named[found[0]] = come[tensors.from_numpy(order)]
+        return tuple(named[place] for place in range(len(args))), {key: named[key] for key in kwargs}
+
+    def leave(self, output: Tensor) -> Tensor:
+        """The results for the rows that this rank has sent, in their order, `[E * N, H]`."""
+        (sent, received, places), self._trip = self._trip, None
+        return self._travel.rows(output[places], "expert", received, sent)[: sum(sent)]
+
+    def _by_expert(self, received: list[int]) -> np.ndarray:
+        """The rows that have come, which lie rank after rank, expert after expert."""
+        experts = [np.repeat(np.arange(self._count), rows // self._count) for rows in received]
+        return np.argsort(np.concatenate(experts), kind="stable")
+
+
 def find_dispatches(facts: Facts, found: Adaptations) -> None:
     """Let tokens travel around every module of packed experts that `expert` deals out. Below an opaque region they
     travel by the region's own code."""
@@ -118,7 +165,8 @@ def find_dispatches(facts: Facts, found: Adaptations) -> None:
                 name = use.name.rpartition(".")[0]
                 if any(name != region and is_in(name, region) for region in regions):
                     continue
-                found.regions[name] = Dispatch(facts.backend, name, facts.plan.mesh, parameter.shape[0] // ranks)
+                kind = InTurns if facts.backend.modules.class_name(use.owner) in ALL_TOKENS else Dispatch
+                found.regions[name] = kind(facts.backend, name, facts.plan.mesh, parameter.shape[0] // ranks)
                 _count_own(found, use.owner, parameter.shape[0], ranks)
 
 

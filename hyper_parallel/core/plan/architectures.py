@@ -199,3 +199,7 @@ the configuration says: the rows of `k_proj` tell."""
 
 RESIDUAL_INSIDE: frozenset[str] = frozenset({"BloomAttention", "BloomMLP", "MptMLP"})
 """Modules that add hidden states from outside to their result: only their last linear's output is summed over ranks."""
+
+ALL_TOKENS: frozenset[str] = frozenset({"Llama4TextExperts"})
+"""Experts that are all called with all tokens, those of one expert after those of the other: `[experts * tokens,
+features]`. Others are called with tokens, the experts chosen for each, and their weights."""
