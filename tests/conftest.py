@@ -9,7 +9,7 @@ import pytest
 
 from tests.pool import Pool
 
-DEFAULT_LIMIT_S = 180
+DEFAULT_LIMIT_S = 300  # more than the workers' start and a body may take together
 
 
 def pytest_configure(config: pytest.Config) -> None:

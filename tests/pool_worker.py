@@ -80,7 +80,8 @@ def answer(work: Callable, *args: Any) -> bytes:
         story = traceback.TracebackException.from_exception(error)
         frames = [frame for frame in story.stack if frame.filename != __file__]  # this file's tell nothing
         story.stack = traceback.StackSummary.from_list(frames)
-        return pickle.dumps(Raised(when, "".join(story.format())))
+        summary = "".join(story.format_exception_only()).strip().partition("\n")[0]
+        return pickle.dumps(Raised(when, summary, "".join(story.format())))
 
 
 def leave() -> None:

@@ -378,6 +378,9 @@ class Autograd(Protocol):
     def in_backward(self) -> bool:
         """Tell whether the engine is running a backward pass on this thread now (so a forward is a recompute)."""
 
+    def differentiates_empty_tensors(self) -> bool:
+        """Tell whether what is broadcast against an empty tensor gets a gradient of zeros, as it should."""
+
     def runs_in_threads(self) -> bool:
         """Tell whether several threads may each run a forward and a backward at a time."""
 

@@ -150,7 +150,6 @@ def _environment(config: Config) -> dict[str, str]:
         environment.setdefault("OMP_NUM_THREADS", "1")
     if config.backend == "mindspore":
         environment.setdefault("GLOG_v", "3")
-        environment.setdefault("MS_NODE_TIMEOUT", "20")
     # So that "python" is this one, also for msrun.
     environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
     return environment

@@ -110,7 +110,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, backend_name: s
     with runs.Training(backend_name, runs.write_project(tmp_path)) as training:
         assert sorted(training.ranks) == [0, 1, 2, 3]
         os.kill(training.ranks[2], signal.SIGKILL)
-        status, errors = training.end(seconds=15)
+        status, errors = training.end(seconds=60)
         assert status == 1
         assert "rank 2 was killed by signal 9 (SIGKILL" in errors
         assert "Traceback" not in errors, "what the others met is a consequence"
@@ -124,7 +124,7 @@ def test_a_killed_rank_below_msrun_ends_the_run_and_is_named(tmp_path: Path) -> 
     with training:
         assert sorted(training.ranks) == [0, 1]
         os.kill(training.ranks[1], signal.SIGKILL)
-        status, errors = training.end(seconds=15)
+        status, errors = training.end(seconds=60)
         assert status == 1 and "rank 1 ended without a message" in errors
         assert not any(map(runs.alive, training.ranks.values()))
 
@@ -132,7 +132,7 @@ def test_a_killed_rank_below_msrun_ends_the_run_and_is_named(tmp_path: Path) -> 
 def test_ctrl_c_ends_every_rank(tmp_path: Path, backend_name: str) -> None:
     with runs.Training(backend_name, runs.write_project(tmp_path), *runs.sizes(1, 2)) as training:
         training.process.send_signal(signal.SIGINT)
-        status, errors = training.end(seconds=10)
+        status, errors = training.end(seconds=60)
         assert status == 130
         assert errors == "hyper-parallel: interrupted; every rank has ended\n"
         assert not any(map(runs.alive, training.ranks.values()))

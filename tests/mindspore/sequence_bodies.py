@@ -5,6 +5,7 @@ import numpy as np
 from mindspore import nn
 
 import hyper_parallel as hp
+from hyper_parallel.core.errors import ContractError
 from hyper_parallel.models.config import DecoderConfig
 from hyper_parallel.models.mindspore_decoder import Decoder, DecoderLayer
 
@@ -91,3 +92,24 @@ def several_lengths(backend, sizes, lengths, how, reentrant, mode):
         other = other.asnumpy()
         errors[name] = np.abs(one.asnumpy() - layout.shard(other, rank)).max() / np.abs(other).max()
     return errors
+
+
+def without_a_token(backend, ranks, length):
+    """The message that a step is refused with, and the worst error of the logits without a gradient."""
+    ids, rank = np.random.default_rng(7).integers(0, SIZES["vocab_size"], (2, length)), backend.collectives.rank()
+    whole, model = build(), build()
+    weights = {use.name: use.parameter.asnumpy() for use in backend.modules.parameter_uses(whole)}
+    backend.modules.load_parameters(model, weights)
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes({"tensor": ranks}))
+    hp.parallelize(model, plan)
+    tokens = ms.Tensor(ids, ms.int32)
+    parameters = [each for _, each in hp.trainable_parameters(model)]
+    try:
+        hp.value_and_grad(lambda: model(tokens).sum(), parameters)()
+        message = ""
+    except ContractError as error:
+        message = str(error)
+    with ms._no_grad():
+        found, expected = model(tokens).asnumpy(), whole(tokens).asnumpy()
+    width = found.shape[-1]
+    return message, np.abs(found - expected[..., rank * width : (rank + 1) * width]).max()

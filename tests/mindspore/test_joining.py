@@ -56,7 +56,7 @@ def test_ranks_that_never_come_are_reported_within_the_timeout(rank, reason):
     launch = Launch(rank=rank, world_size=3, launcher="local", master_port=free_port(), timeout_s=1.0)
     with pytest.raises(CommunicationError, match=rf"rank {rank} of 3 could not join .* at 127.0.0.1:\d+: .*{reason}"):
         collectives.initialize(launch)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert not collectives.is_initialized()
 
 
@@ -67,7 +67,9 @@ from hyper_parallel.backends.mindspore import collectives
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.errors import CommunicationError
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-launch = Launch(rank, 2, rank, "localhost", port, "local", timeout_s=6.0)
+print("ready", flush=True)
+input()  # ranks import at their own pace, and join together
+launch = Launch(rank, 2, rank, "localhost", port, "local", timeout_s=10.0)
 collectives.initialize(launch)
 """
 
@@ -98,11 +100,11 @@ def test_ranks_leave_one_by_one_and_do_not_come_back():
     assert said == "this process has left its job, and MindSpore joins only once: start a new process\n"
 
 
-@pytest.mark.parametrize("other", ["time.sleep(9)", "sys.exit(0)"], ids=["is silent", "is gone"])
+@pytest.mark.parametrize("other", ["time.sleep(13)", "sys.exit(0)"], ids=["is silent", "is gone"])
 def test_a_message_that_never_comes_is_reported_within_the_timeout(other):
     began = time.monotonic()
     said, _ = both(JOIN + WAIT_FOR_A_MESSAGE.format(other=other))
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 110  # nothing else would end it
     assert said.startswith("receive on ranks [0, 1], at rank 0: failed: Recv failed.")
 
 
@@ -115,6 +117,7 @@ def both(script: str) -> tuple[str, str]:
             [sys.executable, "-c", script, rank, port],
             cwd=REPOSITORY,
             env={**environment, "GLOG_v": "3"},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -122,7 +125,11 @@ def both(script: str) -> tuple[str, str]:
         for rank in ("0", "1")
     ]
     try:
-        return tuple(rank.communicate(timeout=60)[0] for rank in ranks)
+        assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * 2
+        for rank in ranks:
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        return tuple(rank.communicate(timeout=120)[0] for rank in ranks)
     finally:
         for rank in ranks:
             rank.kill()

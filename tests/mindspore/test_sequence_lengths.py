@@ -26,3 +26,11 @@ def test_and_followed(pool):
     body = sequence_bodies.several_lengths
     for errors in pool("mindspore", 2).run(body, {"tensor": 2}, LENGTHS, "function", False, "validate"):
         assert max(errors.values()) < 5e-6, errors
+
+
+@pytest.mark.parametrize("length, ranks, parts", [(9, 4, "[3, 3, 3, 0]"), (1, 2, "[1, 0]")])
+def test_ranks_without_a_token_evaluate_and_are_refused_a_gradient(pool, length, ranks, parts):
+    for message, error in pool("mindspore", ranks).run(sequence_bodies.without_a_token, ranks, length):
+        assert f"of {length} tokens the {ranks} tensor ranks get {parts}" in message
+        assert f"pad sequences to a multiple of {ranks} tokens" in message
+        assert error < 5e-6  # float32, sums of a few hundred terms

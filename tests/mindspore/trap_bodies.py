@@ -200,6 +200,17 @@ def most_collectives_have_no_kernel(backend: Backend) -> None:
     assert exchanged.asnumpy().tolist() == ([0, 1, 0, 1], [2, 3, 2, 3])[comm.rank()]
 
 
+def what_meets_an_empty_tensor_gets_any_gradient(backend: Backend) -> None:
+    weight, empty = ms.Parameter(mint.ones((4,)), name="weight"), mint.zeros((2, 0, 4))
+    found = []
+    for _ in range(5):
+        used_before = [mint.ones((4,)) * 7 for _ in range(50)]
+        del used_before
+        found += ms.value_and_grad(lambda: (empty * weight).sum(), None, weights=[weight])()[1][0].asnumpy().tolist()
+    assert any(found), "mended: MindSpore knows that a sum over nothing is zero"
+    assert not backend.autograd.differentiates_empty_tensors()
+
+
 def some_dtypes_are_refused(backend: Backend) -> None:
     comm, tensors = backend.collectives, backend.tensors
 

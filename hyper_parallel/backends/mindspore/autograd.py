@@ -212,6 +212,11 @@ def in_backward() -> bool:
     return _engine.get_current_autodiff_engine_id() != -1
 
 
+def differentiates_empty_tensors() -> bool:
+    """See `core.backend.Autograd`. A sum over nothing is what the memory held before."""
+    return False
+
+
 def runs_in_threads() -> bool:
     """See `core.backend.Autograd`."""
     return False

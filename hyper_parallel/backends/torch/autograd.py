@@ -188,6 +188,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def differentiates_empty_tensors() -> bool:
+    """See `core.backend.Autograd`."""
+    return True
+
+
 def runs_in_threads() -> bool:
     """See `core.backend.Autograd`."""
     return True

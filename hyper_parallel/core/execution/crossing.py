@@ -64,7 +64,7 @@ class Crossing:
         if self._cut_before:
             return self._tokens.of_part(shape[0], shape[1], self._where)
         whole = Sequences(shape[0], shape[1])
-        self._tokens.cut(whole)
+        self._tokens.cut(whole, self._where)
         return whole
 
     def _compile(self, shape: tuple[int, ...], sequences: Sequences | None) -> Redistribution:

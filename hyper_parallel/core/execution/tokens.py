@@ -38,6 +38,7 @@ class Tokens:
         self._mesh = mesh
         self._ranks = mesh.axis_size("tensor")
         self._place = mesh.coordinates(backend.collectives.rank()).get("tensor", 0)
+        self._needs_tokens = not backend.autograd.differentiates_empty_tensors()
         self._running: set[Sequences] | None = None
         self._lengths = _Cut(self._ranks)
         self._rows = _Cut(self._ranks)
@@ -60,8 +61,14 @@ class Tokens:
             self._running = None
         return output
 
-    def cut(self, sequences: Sequences) -> None:
-        """Whole sequences are here, and are being cut."""
+    def cut(self, sequences: Sequences, where: str) -> None:
+        """Whole sequences are here, and are being cut.
+
+        Raises:
+            ContractError: they leave nothing for a rank, and the framework can't differentiate that. All ranks raise.
+        """
+        if self._needs_tokens and self._backend.autograd.grad_enabled():
+            self._refuse_nothing(sequences.length, where)
         if self._running is not None and not self._in_backward():
             self._running.add(sequences)
         if sequences in self._rows:
@@ -89,7 +96,7 @@ class Tokens:
                     f"{sum(parts)} tokens are cut into {self._parts(sum(parts))}"
                 )
         found = Sequences(samples, lengths.pop())
-        self.cut(found)
+        self.cut(found, where)
         return found
 
     def of_rows(self, rows: int, is_part: bool, where: str) -> Sequences:
@@ -117,6 +124,15 @@ class Tokens:
     def _in_question(self, rows: int) -> set[Sequences]:
         found = self._rows.only(self._place, rows) if self._in_backward() else set()
         return found or self._rows.all_of(self._told(rows))
+
+    def _refuse_nothing(self, length: int, where: str) -> None:
+        parts = self._parts(length)
+        if not parts[-1]:
+            raise ContractError(
+                f"{where}: of {length} tokens the {self._ranks} tensor ranks get {parts}, and in "
+                f"{self._backend.name} gradients of what meets a tensor without elements are wrong; pad sequences to a "
+                f"multiple of {self._ranks} tokens, or plan with `sequence_parallel: false`"
+            )
 
     def _told(self, size: int) -> list[int]:
         """What each tensor rank tells, in their order."""
