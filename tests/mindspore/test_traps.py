@@ -31,6 +31,7 @@ BODIES = "tests.mindspore.trap_bodies"
         "memory_statistics_are_zero",
         "a_failing_operator_raises_at_once_and_spoils_nothing",
         "what_meets_an_empty_tensor_gets_any_gradient",
+        "an_exception_in_forward_spoils_indexing",
     ],
 )
 def test_tensors(pool, body):

@@ -200,6 +200,26 @@ def most_collectives_have_no_kernel(backend: Backend) -> None:
     assert exchanged.asnumpy().tolist() == ([0, 1, 0, 1], [2, 3, 2, 3])[comm.rank()]
 
 
+def an_exception_in_forward_spoils_indexing(backend: Backend) -> None:
+    weight = ms.Parameter(mint.ones((2, 3)), name="weight")
+
+    def failing() -> Tensor:
+        raise ValueError(f"{(weight * 2).sum()}")
+
+    def first_row() -> Tensor:
+        return weight[0].sum()
+
+    ms.value_and_grad(first_row, None, weights=[weight])()
+    try:
+        assert raises(lambda: ms.value_and_grad(failing, None, weights=[weight])())
+        spoilt = raises(lambda: ms.value_and_grad(first_row, None, weights=[weight])(), "as index, but got 0")
+    finally:
+        assert raises(lambda: backend.autograd.value_and_grad(failing, [weight])())
+    assert spoilt, "mended: the engine forgets a graph whose forward failed"
+    assert float(ms.value_and_grad(first_row, None, weights=[weight])()[0]) == 3
+    assert not backend.autograd.grad_enabled()
+
+
 def what_meets_an_empty_tensor_gets_any_gradient(backend: Backend) -> None:
     weight, empty = ms.Parameter(mint.ones((4,)), name="weight"), mint.zeros((2, 0, 4))
     found = []

@@ -236,7 +236,10 @@ def value_and_grad(
             for callback in handover.callbacks:
                 callback()
         except BaseException:
-            _engine.set_grad_flag(False)  # the engine leaves it on after an exception in forward
+            # After an exception in forward the engine takes all that follows for a part of the graph that it has begun,
+            # in which tensors can't be indexed by whole numbers.
+            _engine.set_grad_flag(False)
+            _engine.clear_res()
             raise
         finally:
             _handovers.remove(handover)
