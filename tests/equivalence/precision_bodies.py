@@ -6,15 +6,21 @@ from tests.equivalence.fsdp_bodies import descend, shard
 from tests.equivalence.scales import build, values
 
 
-def trained(backend, policy, sizes, steps=4):
-    """Train on this rank's batches: gradients of the last step, parameters, and the dtypes that a block saw."""
+def trained(backend, policy, sizes, until_last=None, steps=4):
+    """Train on this rank's batches: gradients of the last step, parameters, and the dtypes that a block saw.
+
+    With `until_last`, the name of a method of units, a step has two batches, and the method is told of the last.
+    """
     model, loss = build(backend)
     shard(model, hp.DeviceMesh.from_sizes(sizes), mp_policy=hp.MixedPrecisionPolicy(**policy))
     parameters = hp.trainable_parameters(model)
     rank = backend.collectives.rank()
     for step in range(steps):
-        x = backend.tensors.from_numpy(values("x", 10 * step + rank))
-        _, gradients = hp.value_and_grad(loss, [p for _, p in parameters])(x)
+        for micro in range(2 if until_last else 1):
+            if until_last:
+                getattr(model, until_last)(micro == 1)
+            x = backend.tensors.from_numpy(values("x", 10 * step + rank + 2 * micro))
+            _, gradients = hp.value_and_grad(loss, [p for _, p in parameters])(x)
         descend(backend, parameters, gradients)
         for (_, parameter), gradient in zip(parameters, gradients):
             assert backend.tensors.dtype_name(gradient) == backend.tensors.dtype_name(parameter) == "float32"

@@ -27,6 +27,20 @@ def test_both_backends_train_to_the_same_bits(pool, case, sizes):
 
 
 @pytest.mark.parametrize(
+    ("until_last", "sizes"),
+    [("set_requires_gradient_sync", {"shard": 2}), ("set_requires_all_reduce", {"replicate": 2})],
+)
+@pytest.mark.parametrize("case", ["bfloat16, reduced in float32", "reduced in bfloat16"])
+def test_both_backends_accumulate_to_the_same_bits(pool, case, until_last, sizes):
+    arguments = POLICIES[case], sizes, until_last
+    found = {name: pool(name, 2).run(f"{BODIES}:trained", *arguments) for name in ("torch", "mindspore")}
+    for ours, theirs in zip(found["torch"], found["mindspore"]):
+        for held, other in zip(ours[:2], theirs[:2]):
+            for name in held:
+                np.testing.assert_array_equal(held[name], other[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
     ("policy", "block", "output"),
     [
         ({"param_dtype": "bfloat16"}, ("bfloat16", "bfloat16"), "bfloat16"),

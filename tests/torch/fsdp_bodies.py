@@ -249,8 +249,11 @@ def misuse(backend):
     return messages
 
 
-def half_precision_beside_fsdp2(backend, policy, sizes, steps):
-    """Train with ours and with PyTorch's own; returns whether losses, gradients and shards are the same bits."""
+def half_precision_beside_fsdp2(backend, policy, sizes, steps, until_last=None):
+    """Train with ours and with PyTorch's own; returns whether losses, gradients and shards are the same bits.
+
+    With `until_last`, the name of a method of both, a step has three batches, and the method is told of the last.
+    """
     config = ToyConfig(dtype="float32")
     rank = backend.collectives.rank()
     (ours, our_loss), (theirs, their_loss) = build(backend, config), build(backend, config)
@@ -267,11 +270,15 @@ def half_precision_beside_fsdp2(backend, policy, sizes, steps):
     same = []
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
     for step in range(steps):
-        x = batch(backend, config, 10 * step + rank)
-        losses = our_loss(x), their_loss(x)
-        for loss in losses:
-            loss.backward()
-        same.append(torch.equal(*losses))
+        for micro in range(3 if until_last else 1):
+            if until_last:
+                for model in (ours, theirs):
+                    getattr(model, until_last)(micro == 2)
+            x = batch(backend, config, 10 * step + rank + 2 * micro)
+            losses = our_loss(x), their_loss(x)
+            for loss in losses:
+                loss.backward()
+            same.append(torch.equal(*losses))
         for mine, other in zip(ours.parameters(), theirs.parameters()):
             same.append(torch.equal(mine.grad, other.grad.to_local()))
         for optimizer in optimizers:

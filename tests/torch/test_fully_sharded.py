@@ -30,6 +30,17 @@ def test_twenty_steps_in_any_precision_are_pytorch_fsdp2s_bit_for_bit(pool, poli
         assert len(same) > 200 and all(same)
 
 
+@pytest.mark.parametrize("until_last", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+@pytest.mark.parametrize(
+    "policy", [{"param_dtype": "bfloat16", "reduce_dtype": "float32"}, {"reduce_dtype": "bfloat16"}]
+)
+def test_half_precision_accumulates_as_in_pytorch_fsdp2(pool, policy, until_last):
+    sizes = {"replicate": 2, "shard": 2}
+    arguments = policy, sizes, 5, until_last
+    for same in pool("torch", 4).run(f"{BODIES}:half_precision_beside_fsdp2", *arguments):
+        assert len(same) > 50 and all(same)
+
+
 def test_nothing_is_copied_around_collectives_where_fsdp2_packs_and_unpacks(pool):
     for ours, measured, expected in pool("torch", 2).run(f"{BODIES}:copies_beside_fsdp2"):
         assert ours == 0
