@@ -1,6 +1,11 @@
 """Bodies of `test_fsdp_counts.py`: what a step copies around its collectives, and where gradients lie."""
 
+from dataclasses import replace
+
+import numpy as np
+
 import hyper_parallel as hp
+from hyper_parallel.core.fsdp import build as units
 from hyper_parallel.core.fsdp.counts import total
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.plan.costs import traffic
@@ -78,3 +83,51 @@ def fused_buffers(backend, config, sizes):
         if each is not None and each.numel()
     ]
     return found, inside
+
+
+class EqualPiecesOnly:
+    """A framework's collectives as those of an accelerator's library that lacks all that is composed on CPUs."""
+
+    def __init__(self, collectives):
+        self._collectives = collectives
+
+    def __getattr__(self, name):
+        return getattr(self._collectives, name)
+
+    def gathers_uneven(self):
+        return False
+
+    def scatters_uneven(self):
+        return False
+
+    def folds_scale(self, casts):
+        return casts
+
+    def all_gather(self, *tensors, pieces=None, **options):
+        assert pieces is None
+        return self._collectives.all_gather(*tensors, **options)
+
+    def reduce_scatter(self, *tensors, pieces=None, **options):
+        assert pieces is None
+        return self._collectives.reduce_scatter(*tensors, **options)
+
+
+def on_equal_pieces(backend, config):
+    """Does a step on such a library give the same bits, and what does it copy? Bytes by parameter as in `copied`, and
+    those scaled in a pass of their own."""
+    plain = replace(backend, collectives=EqualPiecesOnly(backend.collectives))
+    x = batch(backend, config, backend.collectives.rank())
+    steps = []
+    for each in (backend, plain):
+        model, loss = build(backend, config)
+        mesh = hp.DeviceMesh((backend.collectives.world_size(),), ("shard",))
+        for module in (*model.layers, model):
+            units.fully_shard(each, [module], mesh)
+        parameters = hp.trainable_parameters(model)
+        value, gradients = hp.value_and_grad(loss, [p for _, p in parameters])(x)
+        steps.append([backend.tensors.to_numpy(each) for each in (value, *gradients)])
+    names = {id(parameter): name for name, parameter in parameters}
+    counts = {names[id(each.parameter)]: each.counts for unit in units_of(backend, model) for each in unit.parameters}
+    same = all(np.array_equal(one, other) for one, other in zip(*steps))
+    found = {name: (each.gather_copied, each.reduce_copied) for name, each in counts.items() if each.copied}
+    return same, found, sum(each.scaled for each in counts.values())
