@@ -90,6 +90,9 @@ class Tensors(Protocol):
     def buffer(self, like: Tensor, numel: int, zero: bool = False) -> Tensor:
         """A new 1-D tensor of the dtype and on the device of `like`; contents undefined unless `zero`."""
 
+    def duplicate(self, tensor: Tensor) -> Tensor:
+        """A new contiguous tensor of the shape, dtype and elements of `tensor`, of any strides; no history."""
+
     def zero_(self, tensor: Tensor) -> None:
         """Fill a tensor, of any strides, possibly an alias, with zeros."""
 

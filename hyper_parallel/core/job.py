@@ -46,7 +46,7 @@ class Call:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, FAILURES):
+        if error is not None and isinstance(error, FAILURES):
             raise self.error(f"failed: {error}") from error
 
 

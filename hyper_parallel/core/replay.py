@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, Tensor
@@ -26,9 +26,10 @@ class Redistribution:
         self.program = transition.program(backend.collectives.rank())
         self._backend = backend
         # A ragged shard can hold the same elements in another shape.
-        self._is_same = not self.program.forward and self.program.source_shape == self.program.target_shape
-        self._forward = _Stages(backend, self.program.forward)
-        self._backward = _Stages(backend, self.program.backward)
+        keeps_shape = self.program.source_shape == self.program.target_shape
+        self._is_same = not self.program.forward and keeps_shape
+        self._forward = _Stages(backend, self.program.forward, keeps_shape)
+        self._backward = _Stages(backend, self.program.backward, keeps_shape)
 
     def __call__(self, local: Tensor, name: str = "") -> Tensor:
         """The local tensor of the target, recorded for backward under a name. `local` itself where nothing has to be
@@ -38,6 +39,10 @@ class Redistribution:
             LayoutError: `local` is not of the source's local shape, or of a dtype that has no average.
         """
         self._check(local)
+        return self.replay(local, name)
+
+    def replay(self, local: Tensor, name: str = "") -> Tensor:
+        """The same for a tensor that is known to fit."""
         if self._is_same and not self.program.backward:
             return local
         return self._backend.autograd.differentiable(local, self._run_forward, self._run_backward, name)
@@ -64,6 +69,8 @@ class Redistribution:
         tensors = self._backend.tensors
         if self._is_same and out is None:
             return local, None
+        if self._forward.is_sum and out is None:
+            return self._forward.sum(local), None
         result, rows = self._forward.run(tensors.flat(local), None if out is None else tensors.flat(out), None)
         if out is not None:
             return out, rows
@@ -72,6 +79,8 @@ class Redistribution:
     def _run_backward(self, gradient: Tensor, rows: Any) -> Tensor:
         if not self._backward.stages and self.program.source_shape == self.program.target_shape:
             return gradient  # as it is: an alias would hide from autograd whose memory it is
+        if self._backward.is_sum:
+            return self._backward.sum(gradient)
         tensors = self._backend.tensors
         result, _ = self._backward.run(tensors.flat(gradient), None, rows)
         return tensors.alias(result, 0, self.program.source_shape)
@@ -103,18 +112,27 @@ class Redistribution:
 class _Stages:
     """One direction of a program with its process groups, which are made at the first run."""
 
-    def __init__(self, backend: Backend, stages: Sequence[Stage]):
+    def __init__(self, backend: Backend, stages: Sequence[Stage], keeps_shape: bool):
         self.stages = stages
+        self.is_sum = keeps_shape and [(each.collective, each.divisor) for each in stages] == [("all_reduce", 1)]
         self._backend = backend
-        self._groups: list[Group | None] | None = None
+
+    @cached_property
+    def _groups(self) -> list[Group | None]:
+        groups = self._backend.collectives.groups
+        return [groups([stage.group]) if stage.collective else None for stage in self.stages]
+
+    def sum(self, held: Tensor) -> Tensor:
+        """What `run` gives where `is_sum`, for tensors as they are: a sum over ranks leaves every element in its
+        place, so nothing has to be seen flat."""
+        result = self._backend.tensors.duplicate(held)
+        self._backend.collectives.all_reduce(result, self._groups[0])
+        return result
 
     def run(self, held: Tensor, out: Tensor | None, rows: Any) -> tuple[Tensor, Any]:
         """The flat result, and what the backward of a maximum or minimum needs: the rows compared and their result.
 
         `held` is flat and not changed; `out`, flat, receives the result. In backward `rows` is what forward gave."""
-        if self._groups is None:
-            groups = self._backend.collectives.groups
-            self._groups = [groups([stage.group]) if stage.collective else None for stage in self.stages]
         last, owned, kept = len(self.stages) - 1, False, None
         for place, (stage, group) in enumerate(zip(self.stages, self._groups)):
             into = out if place == last else None

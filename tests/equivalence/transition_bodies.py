@@ -133,6 +133,10 @@ class Counting:
         self.copied += sum(prod(move.sizes) for move in moves)
         self._tensors.move_(target, source, moves)
 
+    def duplicate(self, tensor: Tensor) -> Tensor:
+        self.copied += prod(tensor.shape)
+        return self._tensors.duplicate(tensor)
+
     def copy_(self, target: Tensor, source: Tensor) -> None:
         self.copied += prod(target.shape)
         self._tensors.copy_(target, source)

@@ -118,6 +118,13 @@ def buffer(like: ms.Tensor, numel: int, zero: bool = False) -> ms.Tensor:
     return (mint.zeros if zero else mint.empty)((numel,), dtype=like.dtype)
 
 
+def duplicate(tensor: ms.Tensor) -> ms.Tensor:
+    """A new contiguous tensor of the shape, dtype and elements of `tensor`, of any strides; no history."""
+    made = mint.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    copy_(made, tensor)
+    return made
+
+
 def zero_(tensor: ms.Tensor) -> None:
     """Fill a tensor, of any strides, possibly an alias, with zeros."""
     if on_cpu():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, Callable, ContextManager, Iterable, Sequence
 
@@ -13,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from hyper_parallel.core.backend import Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 
+_NOTHING = nullcontext()
+
 
 def grad_enabled() -> bool:
     """See `core.backend.Autograd`."""
@@ -21,7 +24,7 @@ def grad_enabled() -> bool:
 
 def no_grad() -> ContextManager[None]:
     """See `core.backend.Autograd`."""
-    return torch.no_grad()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def enable_grad() -> ContextManager[None]:
@@ -86,34 +89,35 @@ def attach(
     return list(_Attach.apply(on_gradients, list(fulls), anchor))
 
 
+_NO_TANGENT = "a transition has no forward-mode derivative: use backward() or torch.autograd.grad"
+
+
 class _Differentiable(torch.autograd.Function):
     """Any function of one tensor together with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: Callable, backward: Callable) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, way: tuple[Callable, Callable]) -> Tensor:
+        forward, ctx.backward_of_forward = way
         result, ctx.kept = forward(tensor)
-        ctx.backward_of_forward = backward
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return ctx.backward_of_forward(gradient, ctx.kept), None
         with torch.no_grad():
             passed = ctx.backward_of_forward(gradient, ctx.kept)
-        if torch.is_grad_enabled() and gradient.requires_grad:
-            passed = _Once.apply(passed, gradient)
-        return passed, None, None
+        return _Once.apply(passed, gradient) if gradient.requires_grad else passed, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise ConfigError(_NO_TANGENT)
 
 
 @cache
 def _named(name: str) -> type[_Differentiable]:
     """The function under a name, which the engine's errors and profiles call it by."""
     return type(name, (_Differentiable,), {}) if name else _Differentiable
-
-
-def _refuse_forward_mode(tensor: Tensor) -> None:
-    """A tangent would get lost on the way, since transitions run without recording."""
-    if forward_ad.unpack_dual(tensor).tangent is not None:
-        raise ConfigError("a transition has no forward-mode derivative: use backward() or torch.autograd.grad")
 
 
 class _Once(torch.autograd.Function):
@@ -136,9 +140,10 @@ def differentiable(
 ) -> Tensor:
     """See `core.backend.Autograd`. What `forward` keeps lives as long as the graph; it must not hold the result itself,
     which would keep the graph alive."""
-    _refuse_forward_mode(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _named(name).apply(tensor, forward, backward)
+        return _named(name).apply(tensor, (forward, backward))
+    if forward_ad.unpack_dual(tensor).tangent is not None:  # it would get lost on the way
+        raise ConfigError(_NO_TANGENT)
     with torch.no_grad():
         return forward(tensor)[0]
 

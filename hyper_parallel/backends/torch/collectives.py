@@ -268,10 +268,16 @@ def _launch(
     finish: Callable[[], object] | None = None,
 ) -> _Work:
     with call:
-        work = _Work(call, start(), finish)
-    if not async_op:
-        work.wait()
-    return work
+        handles = start()
+        if not async_op:
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+    if async_op:
+        return _Work(call, handles, finish)
+    if finish is not None:
+        finish()
+    return _DONE
 
 
 def _reduce_on_device(call: Call, target: torch.Tensor, source: torch.Tensor, scale: float, async_op: bool) -> _Work:
@@ -312,8 +318,10 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _summed_in(tensor: torch.Tensor) -> torch.dtype:
     """The dtype in which elements are summed; accelerators sum half precision themselves."""
-    native = tensor.dtype in _HALF and tensor.device.type != "cpu"
-    return tensor.dtype if native else wide(tensor.dtype)
+    dtype = tensor.dtype
+    if dtype is torch.float32 or (dtype in _HALF and tensor.device.type != "cpu"):
+        return dtype
+    return wide(dtype)
 
 
 def _make_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:

@@ -106,6 +106,11 @@ def buffer(like: torch.Tensor, numel: int, zero: bool = False) -> torch.Tensor:
     return (torch.zeros if zero else torch.empty)(numel, dtype=like.dtype, device=like.device)
 
 
+def duplicate(tensor: torch.Tensor) -> torch.Tensor:
+    """A new contiguous tensor of the shape, dtype and elements of `tensor`, of any strides; no history."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
+
+
 def zero_(tensor: torch.Tensor) -> None:
     """Fill a tensor, of any strides, possibly an alias, with zeros."""
     tensor.data.zero_()  # not the version counter of `tensor`: see `alias`

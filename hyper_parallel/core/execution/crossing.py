@@ -55,7 +55,7 @@ class Crossing:
         run = self._compiled.get((shape, whole))
         if run is None:
             run = self._compiled[shape, whole] = self._compile(shape, whole)
-        return run(local, self._where)
+        return run.replay(local, self._where)
 
     def _sequences_in(self, shape: tuple[int, ...]) -> Sequences:
         """The whole sequences that a local tensor is, or is a part of."""

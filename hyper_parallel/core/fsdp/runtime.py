@@ -74,14 +74,16 @@ class BackendRuntime:
 
     def issue_reduce_scatter(self, reduction: UnitReduction) -> None:
         """One reduce-scatter a parameter, which takes the mean along: over all ranks that contribute."""
+        group = reduction.unit.shard_group
         with self._backend.autograd.no_grad():
             for index, (parameter, output) in enumerate(zip(reduction.parameters, reduction.outputs)):
                 gradient = reduction.full_gradient(index)
                 if parameter.spec.is_whole:
                     self._put(parameter, output, gradient, reduction.scale(parameter))
-                    self._count_summed(parameter, output, reduction.unit.shard_group)
-                    work = self._backend.collectives.all_reduce(output, reduction.unit.shard_group, async_op=True)
-                    reduction.works.append(work)
+                    self._count_summed(parameter, output, group)
+                    if group.size > 1:
+                        work = self._backend.collectives.all_reduce(output, group, async_op=True)
+                        reduction.works.append(work)
                 else:
                     self._scatter(reduction, parameter, output, parameter.pieces_of(gradient))
 
