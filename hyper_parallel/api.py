@@ -11,7 +11,7 @@ from hyper_parallel import backends
 from hyper_parallel.core.backend import Backend, Launch, Module, Parameter, Tensor
 from hyper_parallel.core.equivalence import harness
 from hyper_parallel.core.equivalence.report import GradientReport
-from hyper_parallel.core.errors import ConfigError, PlanError
+from hyper_parallel.core.errors import ConfigError, HyperParallelError, PlanError
 from hyper_parallel.core.execution import loss
 from hyper_parallel.core.execution.apply import Execution, apply_plan, execution_of
 from hyper_parallel.core.execution.apply import restore as restore_model
@@ -26,22 +26,43 @@ from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.derive import derive
 from hyper_parallel.core.plan.model import ModelDescription, describe
 from hyper_parallel.core.plan.plan import ShardingPlan
+from hyper_parallel.core.topology import Topology
+from hyper_parallel.core.topology_sources import find_topology
 from hyper_parallel.core.validation.simulate import Verdict, simulate
 
 
-def initialize(backend: str, launch: Launch | None = None) -> None:
+def initialize(
+    backend: str,
+    launch: Launch | None = None,
+    topology: Topology | Mapping[Any, Any] | str | os.PathLike | None = None,
+) -> Topology:
     """Join the ranks of this job with `backend` ("mindspore" or "torch"). Call it once, before anything else.
 
     `launch` says how; when it is not given the launcher's environment does (`torchrun`, `msrun`, a rank table), and
     without one this process is alone.
 
+    `topology` says where ranks sit: a `Topology`, a mapping from ranks to the names of their supernodes
+    (`{"0-7": "pod0", "8-15": "pod1"}`), or a file with one or with an Ascend rank table. When it is not given, the file
+    that `HYPER_PARALLEL_TOPOLOGY` names in the environment says it, else the rank table in `RANK_TABLE_FILE`, the
+    launcher, or the names of the machines; of the last two, machines count as supernodes of their own.
+
+    Returns:
+        Where ranks sit; its `source` tells how that is known.
+
     Raises:
+        ConfigError: a topology that can't be read, does not name each rank once, or differs between ranks.
         BackendUnavailable: the framework is missing; the message says what to install.
         CommunicationError: a rank did not come in time.
     """
     from hyper_parallel.core.launch import launch_from_environment
 
-    backends.load(backend).collectives.initialize(launch or launch_from_environment(backend))
+    loaded = backends.load(backend)
+    loaded.collectives.initialize(launch or launch_from_environment(backend))
+    try:
+        return find_topology(loaded, topology)
+    except HyperParallelError:
+        loaded.collectives.shutdown()
+        raise
 
 
 def plan(
@@ -77,7 +98,9 @@ def plan(
 MODES = ("production", "validate")
 
 
-def parallelize(model: Module, plan: ShardingPlan, mode: str = "production") -> Module:
+def parallelize(
+    model: Module, plan: ShardingPlan, mode: str = "production", *, allow_shard_across_supernodes: bool = False
+) -> Module:
     """Apply a plan to the model that it was made for, in place, and return the model. Called by every rank.
 
     In production the model's own code runs on plain local tensors, and nothing but the plan's transitions is added. In
@@ -95,6 +118,7 @@ def parallelize(model: Module, plan: ShardingPlan, mode: str = "production") -> 
         model: a `torch.nn.Module` or a `mindspore.nn.Cell`.
         plan: what `hyper_parallel.plan` has made of it.
         mode: "production" or "validate".
+        allow_shard_across_supernodes: do not refuse a mesh whose `shard` axis crosses supernodes.
 
     Raises:
         PlanError: the plan does not fit the model; lists every reason, and nothing is changed.
@@ -108,7 +132,7 @@ def parallelize(model: Module, plan: ShardingPlan, mode: str = "production") -> 
         raise ConfigError(f"parallelize: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")
     if mode not in MODES:
         raise ConfigError(f'parallelize: mode is {mode!r}; write "production" or "validate"')
-    apply_plan(backends.of_model(model), model, plan, validate=mode == "validate")
+    apply_plan(backends.of_model(model), model, plan, mode == "validate", allow_shard_across_supernodes)
     return model
 
 
@@ -200,6 +224,7 @@ def fully_shard(
     ignored_params: Iterable[Parameter] | None = None,
     replicate_params: Iterable[Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    allow_shard_across_supernodes: bool = False,
 ) -> Module | list[Module]:
     """Shard the parameters of a module fully, as PyTorch's `fully_shard` does, on either backend.
 
@@ -235,6 +260,8 @@ def fully_shard(
         replicate_params: parameters to keep whole on every rank; their gradients are all-reduced.
         dp_mesh_dims: `{"shard": names, "replicate": names}`, or an object with these attributes: the axes of `mesh` to
             take for each, one name or several that are joined.
+        allow_shard_across_supernodes: do not refuse a mesh whose `shard` axis crosses supernodes, for a model that
+            needs the memory of several: every gather and reduce-scatter then runs over slow links.
 
     Raises:
         ConfigError: a policy that is none, a number that does not divide the ranks of `shard`, a module that is a unit
@@ -257,6 +284,7 @@ def fully_shard(
         dp_mesh_dims,
         mp_policy,
         offload_policy,
+        allow_shard_across_supernodes,
     )
     return module
 

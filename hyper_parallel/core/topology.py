@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Mapping, Sequence
 
 from hyper_parallel.core.errors import ConfigError, LayoutError
@@ -19,6 +19,7 @@ class Topology:
     Args:
         machines: machine (host) number of rank 0, 1, 2, ...
         supernodes: supernode number of rank 0, 1, 2, ...; ranks of one machine share a supernode.
+        source: where this is known from, for messages. It makes no difference between two topologies.
 
     Raises:
         LayoutError: the two differ in length, or a machine lies in two supernodes.
@@ -26,6 +27,7 @@ class Topology:
 
     machines: tuple[int, ...]
     supernodes: tuple[int, ...]
+    source: str = field(default="the program", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "machines", tuple(self.machines))
@@ -97,7 +99,8 @@ class Topology:
                 (`msrun`, a rank table).
         """
         if "LOCAL_WORLD_SIZE" in environment:
-            return cls.regular(world_size, _positive("LOCAL_WORLD_SIZE", environment["LOCAL_WORLD_SIZE"]))
+            count = _positive("LOCAL_WORLD_SIZE", environment["LOCAL_WORLD_SIZE"])
+            return replace(cls.regular(world_size, count), source=f"torchrun's LOCAL_WORLD_SIZE={count}")
         silent = [name for name in ("MS_ROLE", "RANK_TABLE_FILE") if name in environment]
         if silent:
             raise ConfigError(
@@ -106,10 +109,22 @@ class Topology:
             )
         return cls.single_machine(world_size)
 
+    @classmethod
+    def from_names(cls, machines: Sequence[str], supernodes: Sequence[str] | None = None, source: str = "") -> Topology:
+        """Names instead of numbers; machines are supernodes of their own where those are not given."""
+        numbers = _numbered(machines)
+        return cls(numbers, numbers if supernodes is None else _numbered(supernodes), source or cls.source)
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.machines)
+
+    def __str__(self) -> str:
+        machines, supernodes = len(set(self.machines)), len(set(self.supernodes))
+        return f"{_counted(self.world_size, 'rank')} on {_counted(machines, 'machine')} in " + (
+            f"{_counted(supernodes, 'supernode')}, by {self.source}"
+        )
 
     def tier(self, ranks: Sequence[int]) -> str:
         """`FAST` when all ranks share a supernode, else `SLOW`.
@@ -126,6 +141,10 @@ class Topology:
         """The slowest tier that any group of the mesh along `axes` lives on."""
         return SLOW if any(self.tier(group) == SLOW for group in mesh.groups(axes)) else FAST
 
+    def tiers(self, mesh: DeviceMesh) -> dict[str, str]:
+        """The tier of every axis of a mesh."""
+        return {axis: self.axis_tier(mesh, (axis,)) for axis in mesh.names}
+
 
 def _positive(name: str, text: str) -> int:
     try:
@@ -135,3 +154,13 @@ def _positive(name: str, text: str) -> int:
     if value < 1:
         raise ConfigError(f"{name} is {text!r} in the environment; it must be a positive number of ranks")
     return value
+
+
+def _numbered(names: Sequence[str]) -> tuple[int, ...]:
+    """Every name's number, counted in the order in which they first appear."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")

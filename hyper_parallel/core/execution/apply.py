@@ -24,6 +24,7 @@ from hyper_parallel.core.mesh import MODEL_AXES
 from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.fully_sharded import ROOT
 from hyper_parallel.core.plan.plan import ParameterPlan, ShardingPlan
+from hyper_parallel.core.topology_sources import check_shard_axis, topology_of
 from hyper_parallel.core.validation.follow import Following
 from hyper_parallel.core.validation.start import check_same_start
 
@@ -63,7 +64,13 @@ def execution_of(model: Module) -> Execution | None:
     return vars(model).get(_ATTRIBUTE)
 
 
-def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bool = False) -> None:
+def apply_plan(
+    backend: Backend,
+    model: Module,
+    plan: ShardingPlan,
+    validate: bool = False,
+    allow_shard_across_supernodes: bool = False,
+) -> None:
     """Cut the parameters, hook the boundaries, make the units that a plan names. Called by every rank.
 
     With `validate` modules see tensors that are followed, and boundaries check them; all else is the same.
@@ -81,6 +88,7 @@ def apply_plan(backend: Backend, model: Module, plan: ShardingPlan, validate: bo
     try:
         checks.check_axes(plan.mesh)
         build.check_ranks(backend, plan.mesh)
+        check_shard_axis(topology_of(backend), plan.mesh, allow_shard_across_supernodes, "parallelize")
         facts = Facts(backend, model, plan)
         checks.refuse(list(checks.violations(facts)), plan)
         build.check_have_values(backend, list(facts.uses.values()))

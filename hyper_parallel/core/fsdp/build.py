@@ -21,6 +21,7 @@ from hyper_parallel.core.loading import check_values
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Shard
 from hyper_parallel.core.replay import redistribution
+from hyper_parallel.core.topology_sources import check_shard_axis, topology_of
 
 _replaced = IdentityMap()  # a parameter object that a shard has replaced -> True
 
@@ -39,12 +40,14 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
+    allow_shard_across_supernodes: bool = False,
 ) -> Unit:
     """Make one unit of the parameters below `modules` that no unit holds yet. See `hyper_parallel.fully_shard`.
 
     Everything is checked before anything is changed.
     """
     mesh = usable_mesh(backend, mesh, dp_mesh_dims)
+    check_shard_axis(topology_of(backend), mesh, allow_shard_across_supernodes, "fully_shard")
     precision, offload = precision_of(mp_policy), offload_of(offload_policy)
     for module in modules:
         if unit_of(module) is not None:
