@@ -12,11 +12,15 @@ STEPS = 3
 @pytest.mark.parametrize("far", [False, True], ids=["the device is the host", "the device has its own memory"])
 @pytest.mark.parametrize(
     ("sizes", "policy"),
-    [({"shard": 2}, {}), ({"replicate": 2}, {"param_dtype": "bfloat16", "reduce_dtype": "float32"})],
-    ids=["sharded", "replicated, in bfloat16"],
+    [
+        ({"shard": 2}, {}),
+        ({"replicate": 2}, {"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
+        ({"shard": 1}, {}),
+    ],
+    ids=["sharded", "replicated, in bfloat16", "one rank"],
 )
 def test_offloaded_shards_train_to_the_same_bits(pool, backend_name, sizes, policy, far):
-    workers = pool(backend_name, 2)
+    workers = pool(backend_name, *sizes.values())
     usual = workers.run(f"{BODIES}:trained", False, False, sizes, policy)
     moved = 0
     for found, expected in zip(workers.run(f"{BODIES}:trained", True, far, sizes, policy), usual):
@@ -28,5 +32,5 @@ def test_offloaded_shards_train_to_the_same_bits(pool, backend_name, sizes, poli
         moved += found[4]
     gathers = STEPS * (2 * (PARAMETERS - 1) + 1)  # the outermost unit stays gathered for backward
     rows = 10 if "replicate" in sizes else 5  # of both ranks together
-    sent = 6 if rows == 5 and backend_name == "torch" else rows  # the room behind a shard goes along
+    sent = 6 if sizes == {"shard": 2} and backend_name == "torch" else rows  # the room behind a shard goes along
     assert moved == ROW * (gathers * sent * far + STEPS * PARAMETERS * rows)

@@ -15,10 +15,13 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2}, {"shard": 1}], ids=str)
 @pytest.mark.parametrize("case", POLICIES)
 def test_both_backends_train_to_the_same_bits(pool, case, sizes):
-    found = {name: pool(name, 2).run(f"{BODIES}:trained", POLICIES[case], sizes) for name in ("torch", "mindspore")}
+    found = {
+        name: pool(name, *sizes.values()).run(f"{BODIES}:trained", POLICIES[case], sizes)
+        for name in ("torch", "mindspore")
+    }
     for ours, theirs in zip(found["torch"], found["mindspore"]):
         for held, other in zip(ours[:2], theirs[:2]):
             assert held.keys() == other.keys()

@@ -94,6 +94,24 @@ def recomputed(backend, reentrant, block_is_unit):
     )
 
 
+def recomputed_in_half_precision(backend, reentrant):
+    """Gradients of blocks that are computed again in backward are the same bits as of those that are not."""
+    config = ToyConfig(dtype="float32")
+    found = []
+    for again in (False, True):
+        model, _ = build(backend, config)
+        policy = hp.MixedPrecisionPolicy("bfloat16", "float32")
+        shard(model, hp.DeviceMesh((2,), ("shard",)), mp_policy=policy)
+        if again:
+            for block in model.layers:  # inside of the unit's hooks, which cast what the block is given
+                inside = block.forward
+                block.forward = lambda x, inside=inside: checkpoint(inside, x, use_reentrant=reentrant)
+        y = model(batch(backend, config, backend.collectives.rank()))
+        (y.float() ** 2).mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    return all(torch.equal(one, other) for one, other in zip(*found))
+
+
 def kept_graph(backend):
     """backward(retain_graph=True) twice gives twice the gradient."""
     config = ToyConfig()

@@ -19,6 +19,7 @@ def test_training_equals_pytorch_fsdp2(pool, sizes):
         {},
         {"param_dtype": "bfloat16"},
         {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"},
+        {"param_dtype": "float16", "reduce_dtype": "float32"},
         {"reduce_dtype": "bfloat16"},
     ],
     ids=str,
@@ -55,6 +56,11 @@ def test_gradients_accumulate_on_grad(pool):
 @pytest.mark.parametrize("block_is_unit", [True, False])
 def test_checkpointed_blocks_give_the_same_gradients(pool, reentrant, block_is_unit):
     assert max(pool("torch", 2).run(f"{BODIES}:recomputed", reentrant, block_is_unit)) < BOUND
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_are_cast_alike_when_they_are_computed_again(pool, reentrant):
+    assert pool("torch", 2).run(f"{BODIES}:recomputed_in_half_precision", reentrant) == [True, True]
 
 
 def test_a_graph_that_is_kept_can_run_backward_twice(pool):
