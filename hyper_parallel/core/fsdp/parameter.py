@@ -93,6 +93,10 @@ class ShardedParameter:
         """Tell whether the gradient takes more than what autograd does."""
         return self.spec.pieces > 1 or self.sum_group.size > 1 or self.divisor > 1
 
+    def as_shown(self, full: Tensor) -> Tensor:
+        """What modules see in the place of the full parameter."""
+        return full if self.shown is None else self.shown(full)
+
     def full(self) -> Tensor:
         """The full parameter as a fresh tensor without history. Read it only while it is gathered."""
         if self._buffer is None:

@@ -215,9 +215,7 @@ class Unit:
         parameters, tensors = self._recorded()
         seen = dict(zip(map(id, parameters), tensors))
         for each in self._served:
-            tensor = seen[id(each)] if id(each) in seen else each.full()
-            if each.shown is not None:
-                tensor = each.shown(tensor)
+            tensor = seen[id(each)] if id(each) in seen else each.as_shown(each.full())
             for use in each.uses:
                 if self.backend.modules.registered(use.owner, use.attribute) is not each.parameter:
                     raise ConfigError(
@@ -234,10 +232,11 @@ class Unit:
                 vars(use.owner).pop(use.attribute, None)
 
     def _recorded(self) -> tuple[list[ShardedParameter], list[Tensor]]:
-        """What is trainable now, with a history.
+        """What is trainable now, as it is shown, with a history.
 
         One node serves all calls until it has run, so a unit is reduced once. A checkpoint that computes its calls
-        again one after the other, each with a backward of its own, runs it once for each.
+        again one after the other, each with a backward of its own, runs it once for each. What is shown of its tensors
+        is made with them, so that it has a history where nothing is recorded, as in backward.
         """
         autograd = self.backend.autograd
         if autograd.grad_enabled():
@@ -257,8 +256,8 @@ class Unit:
                 return self._reduce(trainable, gradients)
 
             fulls = [each.full() for each in trainable]
-            parameters = [each.parameter for each in trainable]
-            self._attached = trainable, self.backend.autograd.attach(parameters, fulls, reduce)
+            tensors = self.backend.autograd.attach([each.parameter for each in trainable], fulls, reduce)
+            self._attached = trainable, [each.as_shown(tensor) for each, tensor in zip(trainable, tensors)]
         return self._attached
 
     def _reduce(self, parameters: list[ShardedParameter], gradients: list[Tensor | None]) -> Iterable[Tensor]:
