@@ -26,7 +26,6 @@ _WHERE = {
     "randn": "tensor",
     "dropout": "tensor",
     "Generator": "core.random",
-    "manual_seed": "core.random",
     # The plan.
     "ModelDescription": "core.plan.model",
     "ShardingPlan": "core.plan.plan",
@@ -53,6 +52,7 @@ _WHERE = {
     "value_and_grad": "api",
     "cross_entropy": "api",
     "clip_grad_norm_": "api",
+    "manual_seed": "seeds",
     # Errors.
     "HyperParallelError": "core.errors",
     "BackendUnavailable": "core.errors",

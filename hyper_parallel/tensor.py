@@ -10,6 +10,7 @@ from hyper_parallel import backends
 from hyper_parallel.core import distribute, dtensor, random
 from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.execution.dropout import dropout as plain_dropout
 from hyper_parallel.core.layout import Layout, Placements
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.random import Generator
@@ -210,25 +211,41 @@ def randn(
     return _random(size, random.normal, generator, device_mesh, placements, dtype, backend)
 
 
-def dropout(x: DTensor, p: float = 0.5, training: bool = True, *, generator: Generator | None = None) -> DTensor:
+def dropout(
+    x: DTensor | Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    *,
+    generator: Generator | None = None,
+    layout: Layout | None = None,
+) -> DTensor | Tensor:
     """Zero each element with probability `p` and multiply the others by `1 / (1 - p)`. Gradients flow back.
 
     Which elements are dropped depends on the generator and on their place in the global tensor only. A recompute must
     drop the same ones: give it a generator and set its state (`load_state_dict`) before forward and before recompute.
 
     Args:
-        x: a distributed tensor of a floating-point dtype, in any layout.
+        x: a distributed tensor of a floating-point dtype, in any layout; or, in a model's own code, a plain tensor
+            that is this rank's part.
         p: from 0 to 1.
         training: False returns `x` itself, without a draw.
         generator: the default one when not given.
+        layout: for a plain tensor, how the whole lies of which it is a part. The shape is that of the whole, the
+            samples of all ranks included, cut over `replicate`, `shard` and `expert`: an element's place among all
+            samples decides. In validation it is held against what is known of the tensor along the other axes.
 
     Raises:
-        ConfigError: `x` is no distributed tensor, `p` is out of range, the dtype is not a floating one, or the default
-            generator would be used in a recompute.
+        ConfigError: `x` is neither, `p` is out of range, the dtype is not a floating one, the default generator would
+            be used in a recompute, or the ranks of the layout have not joined.
+        LayoutError: a plain tensor has not the shape that the layout gives this rank.
+        ContractError: in validation, a tensor lies otherwise than the layout says.
     """
+    if layout is not None and not isinstance(x, dtensor.DTensor):
+        return plain_dropout(backends.of_tensor(x), x, p, generator, layout) if training else x
     if not isinstance(x, dtensor.DTensor):
         raise ConfigError(
-            f"dropout takes a distributed tensor, found {type(x).__name__}; use DTensor.from_local before"
+            f"dropout takes a distributed tensor, found {type(x).__name__}; use DTensor.from_local before, or say with "
+            "layout= how the whole tensor lies of which this is a part"
         )
     return dtensor.dropout(x, p, generator) if training else x
 

@@ -71,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare(model: Any) -> None:
-    """Let a model of Hugging Face's run on shapes: without dropout, which configurations have as they come, and with
-    experts as batched products, since a loop over experts asks which of them have tokens."""
-    model.eval()
+    """Let a model of Hugging Face's run on shapes: as it is trained, and with experts as batched products, since a loop
+    over experts asks which of them have tokens."""
+    model.train()
     if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
         model.set_experts_implementation("batched_mm")
 

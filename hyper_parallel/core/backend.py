@@ -566,6 +566,25 @@ class Interception(Protocol):
         """Call back in backward with the gradient of a tensor that takes part, when it is complete."""
 
 
+class Randomness(Protocol):
+    """The framework's default generators, of the host and of this process's device: what its dropout draws from."""
+
+    def states(self) -> tuple[np.ndarray, ...]:
+        """Their states, as bytes."""
+
+    def restore(self, states: Sequence[np.ndarray]) -> None:
+        """Go on from what `states` gave."""
+
+    def seed(self, value: int) -> None:
+        """Start all of them again with `value`, from 0 to 2**63 - 1."""
+
+    def last_seed(self) -> int:
+        """What the host's generator was last started with; `restore` brings it back too."""
+
+    def draw(self) -> int:
+        """A number from 0 to 2**31 - 1 off the host's generator. Waits for no device."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One framework, as the core sees it."""
@@ -577,3 +596,4 @@ class Backend:
     modules: Modules
     training: Training
     interception: Interception
+    randomness: Randomness

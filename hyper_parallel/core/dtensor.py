@@ -276,16 +276,21 @@ def drawn(
 
 
 def dropout(x: DTensor, p: float, generator: Generator | None) -> DTensor:
-    """See `hyper_parallel.dropout`. Where a reduction is pending all contributions of an element share its fate."""
-    if generator is None and x.backend.autograd.in_backward():
+    """See `hyper_parallel.dropout`."""
+    mask = mask_for(x.backend, x.layout, x.backend.tensors.dtype_name(x.to_local()), p, generator)
+    return type(x)(x.backend, x.layout, x.to_local() * mask)
+
+
+def mask_for(backend: Backend, layout: Layout, dtype: str, p: float, generator: Generator | None) -> Tensor:
+    """What this rank multiplies its part of a tensor with to drop elements of it. Where a reduction is pending all
+    contributions of an element share its fate."""
+    if generator is None and backend.autograd.in_backward():
         raise ConfigError(
             "dropout runs in a recompute and would draw another mask than forward did; pass a generator whose state is "
             "set before each of the two"
         )
-    settled = x.layout.with_placements([Replicate() if isinstance(each, Partial) else each for each in x.placements])
-    dtype = x.backend.tensors.dtype_name(x.to_local())
-    mask = drawn(x.backend, settled, random.dropout_mask, generator, dtype, p=p)
-    return type(x)(x.backend, x.layout, x.to_local() * mask)
+    settled = layout.with_placements([Replicate() if isinstance(each, Partial) else each for each in layout.placements])
+    return drawn(backend, settled, random.dropout_mask, generator, dtype, p=p)
 
 
 def _arithmetic(symbol: str, left: Any, right: Any) -> DTensor:

@@ -154,14 +154,18 @@ def test_a_plan_that_sums_nothing_up_is_refused():
     ) in str(refused.value)
 
 
-def test_dropout_of_a_pending_sum_is_refused_by_validation():
-    """Nothing tells that all ranks draw alike."""
+def test_a_pending_sum_is_dropped_alike_where_zeros_are_written():
     model = model_with(of_sum(functional.dropout))
+    plan = planned(model, sequence_parallel=False)
+    assert "the plan holds" in str(hp.validate(lambda: copy.deepcopy(model).to("meta"), plan, (2, 8)))
+
+
+def test_other_numbers_than_zero_are_not_written_into_a_pending_sum():
+    model = model_with(of_sum(lambda summand: functional.alpha_dropout(summand, 0.5, training=True)))
     plan = planned(model, sequence_parallel=False)
     with pytest.raises(ContractError) as refused:
         hp.validate(lambda: copy.deepcopy(model).to("meta"), plan, (2, 8))
-    told = str(refused.value).splitlines()
-    assert told[0] == (
-        "layers.0.mlp: dropout over tensor: input is partial, and every rank would have to drop the same of its part"
+    assert str(refused.value).splitlines()[0] == (
+        "layers.0.mlp: alpha_dropout over tensor: input is partial, and alpha_dropout of a sum can't be worked out "
+        "from its parts"
     )
-    assert "  legal: p=0, or input as replicate or shard: reduce it before dropout" in told

@@ -96,9 +96,11 @@ def test_a_factorys_model_runs_as_it_is(factory, capsys):
 
 
 def test_another_number_is_told_by_the_exit_status(factory, capsys):
-    """A model that draws for dropout gives another number at each call."""
+    """A model that draws for dropout gives another number at each call, and its ranks are threads here."""
     assert validate(f"{factory}:dropping", "tensor=2") == 1
-    assert "this is not the model" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "this is not the model" in told
+    assert "ranks that are threads of one process share its random generators" in told
 
 
 def test_what_can_not_be_run_is_refused(factory, tmp_path, capsys):

@@ -121,7 +121,8 @@ def test_what_is_not_yet_followed_would_be_right(name):
 ELSEWHERE = {
     "by tests/mindspore/test_rules.py": "bias_add layer_norm_from matmul_transposed std_mean take_rows",
     "by tests/core/rules/test_table.py, for they have no kernel on a CPU": "dropout_pair rms_norm_from slice",
-    "below, for they draw numbers": "alpha_dropout bernoulli bernoulli_ exponential_ gumbel_softmax multinomial "
+    "below, for they draw numbers": "alpha_dropout dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout "
+    "bernoulli bernoulli_ exponential_ gumbel_softmax multinomial "
     "normal_ rand_like randint_like randn_like random_ uniform_",
     "by tests/core/rules/test_messages.py, for it returns no tensor": "read",
     "as what others are like": "pointwise reduction",
@@ -204,10 +205,29 @@ def test_a_dim_that_the_ranks_do_not_divide(name):
     assert name in ("x + row", "attention") or found[0].results
 
 
-def test_dropout_keeps_what_is_a_part_and_refuses_what_is_pending():
-    for states, allowed in ((cut(0), True), (WHOLE, True), (PARTIAL, False)):
-        (found,) = check(TORCH, lambda x: F.dropout(x, 0.5), [MATRIX], 2, [(states,)])
-        assert (found.results == (states,)) is allowed
+@pytest.mark.parametrize("state", [cut(0), cut(1), WHOLE, PARTIAL], ids=str)
+def test_dropout_keeps_what_it_is_given(state):
+    (found,) = check(TORCH, lambda x: F.dropout(x, 0.5), [MATRIX], 2, [(state,)])
+    assert found.results == (state,)
+
+
+FEATURES = {
+    "dropout1d": lambda x: F.dropout1d(x, 0.5),
+    "dropout2d": lambda x: F.dropout2d(x[..., None], 0.5)[..., 0],
+    "dropout3d": lambda x: F.dropout3d(x[..., None, None], 0.5)[..., 0, 0],
+    "feature_dropout": lambda x: torch.feature_dropout(x, 0.5, True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_what_drops_whole_features_keeps_what_it_is_given(name):
+    drawn = [of(FEATURES[name], real(2, 4, 6)).draw(0)]
+    for state in (cut(0), cut(1), cut(2), WHOLE):
+        (found,) = check(TORCH, FEATURES[name], drawn, 2, [(state,)])
+        assert found.results == (state,)
+    (pending,) = check(TORCH, FEATURES[name], drawn, 2, [(PARTIAL,)])
+    assert (pending.results == (PARTIAL,)) is (name != "feature_alpha_dropout")
 
 
 def test_an_embedding_cut_along_the_vocabulary_needs_a_boundary_that_vouches_for_it():

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hyper_parallel as hp
 from hyper_parallel.cli import main
 from hyper_parallel.core.errors import ConfigError, ContractError
-from tests.torch.test_hugging_face import FAMILIES, SIZES
+from tests.torch.test_hugging_face import FAMILIES, OTHERS, SIZES
 
 QWEN3_235B = {
     "model_type": "qwen3_moe",
@@ -47,7 +47,7 @@ MESH = "replicate=2,shard=6,expert=8,tensor=8"
 
 
 def made(family: str) -> torch.nn.Module:
-    kind, sizes = FAMILIES[family]
+    kind, sizes = (FAMILIES | OTHERS)[family]
     config = AutoConfig.for_model(kind, **(SIZES | sizes))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -104,12 +104,30 @@ def test_uneven_sizes_are_run_on_the_first_and_the_last_rank():
     assert verdict.ranks == (0, 1)
 
 
-def test_a_model_that_drops_elements_of_a_pending_sum_is_stopped_in_training_only():
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "llama", "mixtral"])
+def test_dropout_is_followed_in_training(family, sequence_parallel):
+    model = made(family)
+    plan = planned(model, {"tensor": 2}, sequence_parallel)
+    states = torch.get_rng_state()
+    assert "in evaluation mode: dropout was not drawn" in str(hp.validate(model, plan, (1, 8)))
+    assert "evaluation" not in str(hp.validate(model.train(), plan, (1, 8)))
+    assert torch.equal(states, torch.get_rng_state())
+
+
+def test_what_is_the_same_on_every_rank_is_not_dropped_inside_of_a_module_that_is_cut():
     model = made("gpt2").train()
     plan = planned(model, {"tensor": 2})
-    with pytest.raises(ContractError, match=r"^transformer\.h\.0\.attn\.resid_dropout: dropout over tensor: "):
+    dropout = torch.nn.Dropout(0.1)
+    for block in model.transformer.h:
+        block.mlp.register_forward_pre_hook(lambda module, args: (dropout(args[0]),))
+    with pytest.raises(ContractError) as refused:
         hp.validate(model, plan, (1, 8))
-    assert "in evaluation mode: dropout was not drawn" in str(hp.validate(model.eval(), plan, (1, 8)))
+    assert str(refused.value).startswith(
+        "transformer.h.0.mlp: dropout over tensor: input is replicate, its gradient partial, the same on every rank, "
+        "and here each rank draws other numbers, since the module works on a part of its features or of the sequence"
+    )
+    assert "legal: input as shard; or dropout outside of the module, or behind its last linear" in str(refused.value)
 
 
 def test_what_can_not_be_validated_is_refused():
@@ -144,11 +162,14 @@ def test_the_command_tells_a_broken_plan_by_its_exit_status(tmp_path, capsys):
     model = "tests.torch.test_validation_on_shapes:dropping"
     arguments = ["validate", "--model", model, "--mesh", "tensor=2", "--tokens", "1,8", "--overrides", str(overrides)]
     assert main(arguments) == 1
-    assert capsys.readouterr().out.startswith("the plan does not hold: transformer.h.0.attn.resid_dropout: dropout")
+    assert capsys.readouterr().out.startswith("the plan does not hold: transformer.h.0.mlp.dropout: alpha_dropout over")
 
 
 def dropping() -> torch.nn.Module:
-    return made("gpt2").train()
+    model = made("gpt2").train()
+    for block in model.transformer.h:
+        block.mlp.dropout = torch.nn.AlphaDropout(0.1)
+    return model
 
 
 @pytest.mark.parametrize(

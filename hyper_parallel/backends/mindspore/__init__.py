@@ -1,6 +1,14 @@
 """The MindSpore backend."""
 
-from hyper_parallel.backends.mindspore import autograd, collectives, interception, modules, tensors, training
+from hyper_parallel.backends.mindspore import (
+    autograd,
+    collectives,
+    interception,
+    modules,
+    randomness,
+    tensors,
+    training,
+)
 from hyper_parallel.core.backend import Backend
 
 BACKEND = Backend(
@@ -11,4 +19,5 @@ BACKEND = Backend(
     modules=modules,
     training=training,
     interception=interception,
+    randomness=randomness,
 )

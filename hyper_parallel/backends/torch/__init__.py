@@ -1,6 +1,6 @@
 """HyperParallel on PyTorch."""
 
-from hyper_parallel.backends.torch import autograd, collectives, interception, modules, tensors, training
+from hyper_parallel.backends.torch import autograd, collectives, interception, modules, randomness, tensors, training
 from hyper_parallel.core.backend import Backend
 
 BACKEND = Backend(
@@ -11,4 +11,5 @@ BACKEND = Backend(
     modules=modules,
     training=training,
     interception=interception,
+    randomness=randomness,
 )

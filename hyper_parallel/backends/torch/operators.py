@@ -26,7 +26,8 @@ _ALIKE = (
     "view_as reshape_as flatten permute transpose movedim unsqueeze squeeze expand_as "
     "view_as_complex view_as_real diagonal tensor_split unbind select narrow stack roll flip tril triu pad "
     "index_select gather scatter_add bincount kthvalue argsort masked_select "
-    "dropout alpha_dropout bernoulli zeros_like ones_like empty_like rand_like randn_like randint_like "
+    "dropout alpha_dropout dropout1d dropout2d dropout3d feature_dropout feature_alpha_dropout bernoulli "
+    "zeros_like ones_like empty_like rand_like randn_like randint_like "
     "new_zeros new_ones new_empty new_tensor diff complex "
     "zero_ fill_ copy_ uniform_ normal_ exponential_ random_"
 )

@@ -91,7 +91,7 @@ class GradientReport:
         if self.refused:
             lines.append(f"validation stopped: {self.refused}")
         worst = self.worst
-        if worst is not None:
+        if worst is not None and (worst.production or worst.validation):
             mode = "production" if worst.production and worst.production.relative == worst.worst else "validation"
             lines.append(f"worst gradient: {worst.name}, {told(getattr(worst, mode))}, in {mode}")
         if self.first_value:

@@ -11,9 +11,11 @@ from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.around import Maker
 from hyper_parallel.core.execution.biases import find_biases
 from hyper_parallel.core.execution.causal_loss import find_losses
+from hyper_parallel.core.execution.domains import Domains
 from hyper_parallel.core.execution.experts import find_dispatches
 from hyper_parallel.core.execution.facts import Facts
 from hyper_parallel.core.execution.heads import find_heads
+from hyper_parallel.core.execution.randomness import Randomness
 from hyper_parallel.core.execution.region_collectives import find_collectives
 from hyper_parallel.core.execution.vocabulary import find_embeddings
 from hyper_parallel.core.fsdp import build
@@ -35,7 +37,12 @@ class Execution:
     """A plan that is being carried out; lives on the model from `parallelize` to `restore`."""
 
     def __init__(
-        self, facts: Facts, adaptations: Adaptations, hooks: list[HookHandle], following: Following | None = None
+        self,
+        facts: Facts,
+        adaptations: Adaptations,
+        hooks: list[HookHandle],
+        randomness: Randomness,
+        following: Following | None = None,
     ):
         self.backend = facts.backend
         self.plan = facts.plan
@@ -43,13 +50,15 @@ class Execution:
         self._model = facts.model
         self._adaptations = adaptations
         self._hooks = hooks
+        self._randomness = randomness
         vars(self._model)[_ATTRIBUTE] = self
 
     def undo(self) -> None:
-        """Take the hooks away and let modules find what they found before."""
+        """Take the hooks away and let modules find what they found before, and the framework its generators."""
         for hook in self._hooks:
             hook.remove()
         self._adaptations.undo()
+        self._randomness.settle()
         vars(self._model).pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict) -> Execution:
@@ -133,6 +142,8 @@ def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | No
         held = {each.name: replace(held[each.name], shown=following.shown(each)) for each in plan.parameters}
     adaptations.apply()
     hooks = (following or Maker(facts)).hooks(adaptations)
+    domains = following.domains if following is not None else Domains(facts)
+    hooks += domains.attach()
     for unit in plan.units:
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
@@ -140,7 +151,7 @@ def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | No
         build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard)
     if following is not None:
         hooks += following.paths()
-    Execution(facts, adaptations, hooks, following)
+    Execution(facts, adaptations, hooks, domains.randomness, following)
 
 
 def _holding(facts: Facts, adaptations: Adaptations, parameter: ParameterPlan) -> Holding:

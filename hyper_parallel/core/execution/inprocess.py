@@ -3,8 +3,8 @@
     world = InProcessWorld(backend, ranks=4)
     results = world.run(body)  # calls body(backend_of_the_rank) in a thread for each rank
 
-A rank's backend differs from the given one in its collectives only. The framework has to allow a forward and a backward
-in several threads at once; PyTorch does.
+A rank's backend differs from the given one in its collectives, and has no random generators of its own. The framework
+has to allow a forward and a backward in several threads at once; PyTorch does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ class InProcessWorld:
         self._lock = threading.Lock()
         self._ended = False
         self.backends = [
-            replace(backend, collectives=InProcessCollectives(self, backend.tensors, rank)) for rank in range(ranks)
+            replace(
+                backend,
+                collectives=InProcessCollectives(self, backend.tensors, rank),
+                randomness=SharedGenerators() if ranks > 1 else backend.randomness,
+            )
+            for rank in range(ranks)
         ]
 
     def run(self, body: Callable[[Backend], Any]) -> list[Any]:
@@ -83,6 +88,17 @@ class InProcessWorld:
                 meeting.barrier.abort()
             for wire in self._wires.values():
                 wire.cut()
+
+
+class SharedGenerators:
+    """`core.backend.Randomness` of ranks that are threads: a framework's default generators belong to the process, so
+    that each rank draws what the others have left. A model that drops nothing does not ask for them."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(
+            "ranks that are threads of one process share its random generators, so they can't draw the same where they "
+            "have to: call model.eval(), set the probabilities of dropout to 0, or take processes as ranks"
+        )
 
 
 class _Meeting:

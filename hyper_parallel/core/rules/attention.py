@@ -5,6 +5,7 @@ from __future__ import annotations
 from hyper_parallel.core.rules.call import Operand, View
 from hyper_parallel.core.rules.checks import refuse_cut, refuse_partial
 from hyper_parallel.core.rules.contraction import contract
+from hyper_parallel.core.rules.random import refuse_apart
 from hyper_parallel.core.rules.state import State
 from hyper_parallel.core.rules.table import RuleError, rule
 
@@ -30,6 +31,8 @@ def attention(view: View) -> State:
     for each in mask:
         refuse_cut(view.op, each, [each.dims - 1], "needs all keys for its softmax")
     result = contract(view.op, (query, key, value, *mask), labels, [*batch, "query", "out"])
+    if view.get("dropout", 0.0):
+        refuse_apart(view, query._replace(state=result.state))
     return State() if result.state.is_replicate else result.state
 
 

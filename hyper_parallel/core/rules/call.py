@@ -45,7 +45,8 @@ class Call(NamedTuple):
     such values, `Slice`, `Flag`, and `Argument` in place of tensors; what else a framework hands over, such as a dtype,
     stays as it is. `axes` are the mesh axes that are followed, of `sizes` ranks each. `declared` says what the boundary
     around the call vouches for: "vocabulary" where an embedding's ids have been shifted to the rows that this rank
-    holds, and the rows of other ranks are zeroed afterwards.
+    holds, and the rows of other ranks are zeroed afterwards; "apart over tensor" where each rank of that axis draws
+    random numbers for itself.
     """
 
     op: str
@@ -74,13 +75,22 @@ class Operand(NamedTuple):
         return self.state.is_replicate and (self.shape[dim] == 1 or self.state.zero or dim in self.state.same)
 
 
+def apart(axis: str) -> str:
+    """What is declared where each rank of an axis draws random numbers for itself."""
+    return f"apart over {axis}"
+
+
 class View:
-    """A call along one axis, as a rule reads it: `view["dim"]`, `view.get("keepdim", False)`, `view.operands`."""
+    """A call along one axis, as a rule reads it: `view["dim"]`, `view.get("keepdim", False)`, `view.operands`.
+
+    `apart` says that ranks of the axis draw random numbers each for itself.
+    """
 
     def __init__(self, call: Call, axis: int) -> None:
         self.op = call.op
         self.ranks = call.sizes[axis]
         self.declared = call.declared
+        self.apart = apart(call.axes[axis]) in call.declared
         self.values: dict[str, Any] = {name: _project(value, name, axis) for name, value in call.arguments}
         self.operands: tuple[Operand, ...] = tuple(_operands(self.values.values()))
 

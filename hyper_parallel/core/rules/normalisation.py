@@ -11,7 +11,7 @@ from hyper_parallel.core.rules.state import PARTIAL, State, cut
 from hyper_parallel.core.rules.table import RuleError, rule
 
 
-@rule("softmax log_softmax softmin gumbel_softmax", "input dim")
+@rule("softmax log_softmax softmin", "input dim")
 def softmax(view: View) -> State:
     """Elements along one dim in proportion to each other."""
     return _normalised(view, [resolve(view.get("dim", -1), view["input"].dims)])

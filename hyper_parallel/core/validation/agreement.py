@@ -51,6 +51,17 @@ class Agreement:
             if problem:
                 raise fail(f"it has to be the same on every rank of {axis}, but {problem}")
 
+    def check_bytes(self, own: bytes, axis: str, fail: Callable[[int, int], Exception]) -> None:
+        """Raise what `fail` makes of two ranks where the ranks along an axis hold other bytes. All hold as many."""
+        if not self.is_real:
+            return
+        backend = self._backend
+        group = backend.collectives.groups([self._mesh.group_of(backend.collectives.rank(), [axis])])
+        everyone = gathered(backend, np.frombuffer(own, np.uint8).astype(np.float32), group)
+        apart = (everyone != everyone[:1]).any(axis=1)
+        if apart.any():
+            raise fail(0, int(apart.argmax()))
+
 
 def _problem(everyone: np.ndarray, tolerance: float, shape: tuple[int, ...]) -> str:
     """How what ranks have told of one tensor differs, row by row; "" where it does not."""

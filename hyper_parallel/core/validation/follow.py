@@ -8,6 +8,7 @@ from hyper_parallel.core.backend import HookHandle, Module, Tensor
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.around import Maker
 from hyper_parallel.core.execution.boundary import Boundary, Change, ChangeArguments
+from hyper_parallel.core.execution.domains import Domains
 from hyper_parallel.core.execution.facts import Facts, is_in
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan
@@ -15,6 +16,7 @@ from hyper_parallel.core.validation.agreement import Agreement
 from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing, Rows
 from hyper_parallel.core.validation.contracts import check_ends, contract_states
 from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
+from hyper_parallel.core.validation.draws import Draws
 from hyper_parallel.core.validation.heads import head_units
 from hyper_parallel.core.validation.outside import CHOICES, Outside, WholeNumbers, named_arguments
 from hyper_parallel.core.validation.parameters import line_of, parameter_states
@@ -59,6 +61,9 @@ class Following(Maker):
             agreement=self._agreement,
             outside=self._outside,
         )
+        self.domains = Domains(facts)
+        if axes:
+            self.watch.draws = Draws(self.domains.randomness, self._agreement)
         units = head_units(facts)
         self._states = {
             each.name: parameter_states(each, axes, each.name in adaptations.shares, units.get(each.name, 1))
@@ -156,6 +161,8 @@ class _Path:
         """The module begins. Where it is the outermost one, its arguments come from outside."""
         if not self._name:
             self._watch.running.clear()  # an exception may have left something behind
+            if self._watch.draws is not None:
+                self._watch.draws.begin()
         outside = self._watch.outside
         if not self._watch.running and outside is not None and outside.is_real:
             outside.check(self._name, named_arguments(self._module, args, kwargs))

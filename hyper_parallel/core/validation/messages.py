@@ -112,6 +112,25 @@ def outside_error(where: str, what: str, problem: str, axis: str, mesh: DeviceMe
     )
 
 
+def layout_error(module: str, found: Found, axis: str, said: str) -> ContractError:
+    """A tensor lies otherwise than the layout says that the model's code gives with it."""
+    return _error(
+        f"{place(module)}: dropout over {axis}: the layout that is given says that {found.name} is {said}",
+        [found],
+        f"a layout that says of {found.name} over {axis} what is found",
+    )
+
+
+def generators_error(module: str, op: str, axis: str, one: int, other: int) -> ContractError:
+    """Ranks would draw other numbers for what is the same on all of them."""
+    return ContractError(
+        f"{place(module)}: {op} over {axis}: it draws for what is the same on every rank, or a part of one sum, but "
+        f"ranks {one} and {other} of the axis would draw other numbers: their random generators stand otherwise\n"
+        f"  legal: generators that are seeded alike along {axis}, and draw as often: "
+        "hyper_parallel.manual_seed(seed, model) on every rank"
+    )
+
+
 def _error(headline: str, found: Sequence[Found], legal: str, *lines: str) -> ContractError:
     shown = [f"  found: {each}" for each in found]
     planned = dict.fromkeys([*lines, *(each.origin for each in found if each.origin)])

@@ -135,10 +135,12 @@ class _Run:
             if boundary.kind in DEPENDS_ON_VALUES or boundary.region == "opaque":
                 self._trust_if_needed(boundary.module)
         self._found.apply()
-        hooks = self.following.hooks(self._found) + self.following.paths()
+        hooks = self.following.hooks(self._found) + self.following.domains.attach() + self.following.paths()
+        states = self._facts.backend.randomness.states()
         try:
             self._forward_and_backward()
         finally:
+            self._facts.backend.randomness.restore(states)
             for hook in hooks:
                 hook.remove()
             self._found.undo()

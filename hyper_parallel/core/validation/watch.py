@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Tensor
-from hyper_parallel.core.rules.call import Argument, Call, call_of
+from hyper_parallel.core.rules.call import Argument, Call, apart, call_of
+from hyper_parallel.core.rules.random import draws
 from hyper_parallel.core.rules.state import WHOLE, State, without_gradient
 from hyper_parallel.core.rules.table import RuleError, infer
 from hyper_parallel.core.validation.agreement import Agreement
+from hyper_parallel.core.validation.draws import Draws
 from hyper_parallel.core.validation.messages import (
     PARAMETER,
     Found,
@@ -72,6 +74,8 @@ class Watch:
     name_of: Callable[[Tensor], str | None] = lambda tensor: None
     agreement: Agreement | None = None
     outside: Outside | None = None
+    draws: Draws | None = None
+    """What looks after random numbers; None where nothing tells how ranks draw."""
     operators: int = 0
     """How many calls of operators have been followed."""
     dtypes: set[str] = field(default_factory=set)
@@ -110,6 +114,8 @@ class Watch:
             if states is None:
                 raise operator_error(self.module, op, error, self._found(call, seen)) from None
             live = live and self.backend.autograd.grad_enabled()
+        if self.draws is not None and draws(op, arguments):
+            self.draws.check(self.module, op, self._alike(call, states))
         origin = self._origin(seen, states)
         return [Track(self, each, origin, live) for each in states]
 
@@ -180,7 +186,13 @@ class Watch:
             return argument
 
         declared = frozenset({"vocabulary"}) if not self.tables.isdisjoint(self.running) else frozenset()
+        if self.draws is not None and draws(op, arguments):
+            declared |= {apart(axis) for axis in self.draws.apart()}
         return call_of(op, arguments, self.axes, self.sizes, describe, declared)
+
+    def _alike(self, call: Call, states: Sequence[tuple[State, ...]]) -> list[str]:
+        """The axes along which what is drawn for is the same on every rank, or a pending sum."""
+        return [axis for axis, state in zip(call.axes, states[0] if states else ()) if state.cut is None]
 
     def _second_look(self, op: str, arguments: Mapping[str, Any], call: Call) -> tuple[tuple[State, ...], ...] | None:
         """The states where more is known of what is not followed, or where no gradient will flow; None where the

@@ -5,6 +5,7 @@ import pytest
 import hyper_parallel as hp
 from hyper_parallel import ConfigError
 from hyper_parallel.core.rules import table
+from hyper_parallel.core.rules.call import apart
 from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, constant, cut
 from hyper_parallel.core.rules.table import RuleError, UnknownOperator, infer, register_rule
 from tests.core.rules.calls import T, call, state, states
@@ -82,8 +83,49 @@ def test_operators_without_a_kernel_on_a_cpu_follow_those_that_are_like_them():
                 with pytest.raises(RuleError, match=r"input.* is shard\(1\)"):
                     states(op, input=x, **arguments)
     assert states("dropout_pair", input=T(4, state=cut(0)), p=0.5) == (cut(0), cut(0))
-    with pytest.raises(RuleError, match="input is partial"):
-        states("dropout_pair", input=T(4, state=PARTIAL), p=0.5)
+    assert states("dropout_pair", input=T(4, state=PARTIAL), p=0.5) == (PARTIAL, WHOLE)
+
+
+# Random numbers.
+
+APART = frozenset({apart("tensor")})
+
+
+@pytest.mark.parametrize("op", ["dropout", "alpha_dropout", "rand_like", "bernoulli", "uniform_", "gumbel_softmax"])
+def test_where_each_rank_draws_for_itself_only_what_is_cut_is_drawn_for(op):
+    assert state(op, APART, input=T(4, 2, state=cut(0))) == cut(0)
+    assert state(op, input=T(4, 2)) == WHOLE
+    with pytest.raises(RuleError, match="input is replicate, the same on every rank, and here each rank draws other"):
+        states(op, APART, input=T(4, 2))
+
+
+def test_a_pending_sum_is_dropped_where_all_ranks_draw_the_same():
+    assert state("dropout", input=T(4, state=PARTIAL)) == PARTIAL
+    with pytest.raises(RuleError, match="input is partial, a part of one sum on every rank, and here each rank draws"):
+        states("dropout", APART, input=T(4, state=PARTIAL))
+
+
+def test_what_drops_nothing_is_right_anywhere():
+    assert state("dropout", APART, input=T(4), p=0.0) == WHOLE
+    assert state("dropout", APART, input=T(4, state=PARTIAL), training=False) == PARTIAL
+
+
+def test_features_are_dropped_by_all_ranks_that_hold_a_part_of_them():
+    assert state("dropout1d", input=T(2, 4, 3, state=cut(2))) == cut(2)
+    for dim in (0, 1):
+        assert state("dropout1d", APART, input=T(2, 4, 3, state=cut(dim))) == cut(dim)
+    for shape, dim in (((2, 4, 3), 2), ((4, 3), 1)):
+        with pytest.raises(RuleError, match="a feature would be dropped on one rank and kept on another"):
+            states("dropout1d", APART, input=T(*shape, state=cut(dim)))
+
+
+def test_attention_draws_for_its_heads():
+    heads = T(2, 4, 6, 8, state=cut(1))
+    assert state("attention", APART, query=heads, key=heads, value=heads, dropout=0.1) == cut(1)
+    whole = T(2, 4, 6, 8)
+    assert state("attention", query=whole, key=whole, value=whole, dropout=0.1) == WHOLE
+    with pytest.raises(RuleError, match="query is replicate, the same on every rank, and here each rank draws"):
+        states("attention", APART, query=whole, key=whole, value=whole, dropout=0.1)
 
 
 # In place.
