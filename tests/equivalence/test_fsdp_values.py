@@ -20,6 +20,10 @@ def test_shards_may_be_initialised_by_hand(pool):
         assert len(found) == 4 and all(values == [0.5] for values in found.values())
 
 
+def test_what_to_empty_has_untied_is_tied_again(pool):
+    assert pool("torch", 2).run(f"{BODIES}:tied") == [(False, True)] * 2
+
+
 def test_values_that_are_missing_or_wrong_are_told_by_name(pool, backend_name):
     for found in pool(backend_name, 2).run(f"{BODIES}:refusals"):
         # the outermost unit is gathered first

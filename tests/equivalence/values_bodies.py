@@ -4,6 +4,8 @@ import numpy as np
 
 import hyper_parallel as hp
 from hyper_parallel.core.fsdp.unit import units_of
+from tests.equivalence.fsdp_bodies import shard
+from tests.equivalence.toy import ToyConfig, batch, build
 
 SIZES = (5, 3, 4)
 
@@ -87,6 +89,30 @@ def initialised_by_hand(backend):
             parameter.fill_(0.5)
     step(backend, model)
     return {name: sorted(set(value.ravel().tolist())) for name, value in hp.full_parameters(model).items()}
+
+
+def tied(backend):
+    """`to_empty` makes a parameter for each place where a tied one stands; they are tied again."""
+    import torch
+
+    from tests.equivalence.toy_torch import Toy
+
+    config = ToyConfig(inputs=4, width=4, hidden=8, tied=True)
+    with torch.device("meta"):
+        model = Toy(config)
+    usual, loss = build(backend, config)
+    shard(model, hp.DeviceMesh((2,), ("shard",))).to_empty(device="cpu")
+    before = model.embed is model.head.weight
+    hp.load_full_parameters(model, hp.full_parameters(usual))
+    x = batch(backend, config, 0)
+    y = model(x)
+    (y * y).mean().backward()
+    loss(x).backward()
+    rank = backend.collectives.rank()
+    for found, expected in zip(model.parameters(), usual.parameters()):
+        part = hp.layout_of(found).shard(expected.grad.numpy(), rank)
+        np.testing.assert_allclose(found.grad.numpy(), part, rtol=1e-11, atol=1e-11)  # float64, two ranks alike
+    return before, model.embed is model.head.weight
 
 
 def refusals(backend):

@@ -170,6 +170,7 @@ class ShardedParameter:
 
     @property
     def is_offloaded(self) -> bool:
+        """The shard lives on the host."""
         return isinstance(self.offload, CPUOffloadPolicy)
 
     def load(self, local: Tensor) -> None:
@@ -212,8 +213,9 @@ class ShardedParameter:
         self._hold(self._placed(found))
 
     def _hold(self, local: Tensor) -> None:
-        """Let modules hold `local` as the shard."""
-        if local is not self.parameter:
+        """Let modules hold `local` as the shard, wherever they use it: `to_empty` unties what was tied."""
+        held = (self._modules.registered(use.owner, use.attribute) for use in self.uses)
+        if local is not self.parameter or any(each is not local for each in held):
             layouts.pop(self.parameter)
             self.parameter = self._modules.replace_parameter(self.uses, local)
             self.uses = [use._replace(parameter=self.parameter) for use in self.uses]
