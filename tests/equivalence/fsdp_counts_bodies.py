@@ -63,7 +63,7 @@ def fused_buffers(backend, config, sizes):
     model, loss = build(backend, config)
     shard(model, hp.DeviceMesh.from_sizes(sizes))
     found = []
-    runtime = next(units_of(backend, model)).schedule._runtime
+    runtime = next(units_of(backend, model)).schedule.runtime
     settle = runtime.settle
 
     def watched(reduction):
@@ -83,6 +83,16 @@ def fused_buffers(backend, config, sizes):
         if each is not None and each.numel()
     ]
     return found, inside
+
+
+def waited(backend, config):
+    """How often a step waits for what, and for how long in all."""
+    model, loss = build(backend, config)
+    shard(model, hp.DeviceMesh((2,), ("shard",)))
+    parameters = [p for _, p in hp.trainable_parameters(model)]
+    hp.value_and_grad(loss, parameters)(batch(backend, config, 0))
+    waits = next(units_of(backend, model)).schedule.runtime.waits
+    return dict(waits.times), min(waits.seconds.values())
 
 
 class EqualPiecesOnly:

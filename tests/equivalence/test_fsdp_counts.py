@@ -80,6 +80,12 @@ def test_what_travels_is_what_the_plan_says_of_the_rank_with_the_most(pool, back
     assert tuple(max(found[kind] for found, _ in ranks) for kind in range(len(said))) == said
 
 
+def test_waits_are_counted_and_timed(pool, backend_name):
+    for times, seconds in pool(backend_name, 2).run(f"{BODIES}:waited", ToyConfig()):
+        assert times == {"gather": 2 * 2 + 1, "scatter": 3, "sum": 3}  # two blocks twice, and the outermost unit
+        assert 0 <= seconds < 60
+
+
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2}], ids=str)
 def test_reduced_gradients_are_parts_of_aligned_buffers_with_zeros_behind(pool, backend_name, sizes):
     for buffers, inside in pool(backend_name, 2).run(f"{BODIES}:fused_buffers", ToyConfig(), sizes):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Iterable
+from time import perf_counter
+from typing import TYPE_CHECKING, Iterable, Iterator
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fsdp.parameter import ShardedParameter
@@ -40,6 +43,25 @@ class Counts:
         """Begin at zero again."""
         for each in fields(self):
             setattr(self, each.name, 0)
+
+
+class Waits:
+    """How often, and how long in seconds, this rank has waited for gathers, reduce-scatters ("scatter") and all-reduces
+    ("sum") of a tree of units: the communication that nothing hides."""
+
+    def __init__(self) -> None:
+        self.times: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    @contextmanager
+    def waiting_for(self, kind: str) -> Iterator[None]:
+        """Count what happens inside."""
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            self.times[kind] += 1
+            self.seconds[kind] += perf_counter() - begun
 
 
 def total(parameters: Iterable[ShardedParameter]) -> Counts:

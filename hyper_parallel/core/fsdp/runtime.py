@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Callable, Container, Iterator, Sequence
 
 from hyper_parallel.core.backend import Backend, Group, Tensor
+from hyper_parallel.core.fsdp.counts import Waits
 from hyper_parallel.core.fsdp.reduction import UnitReduction
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class BackendRuntime:
         self._backend = backend
         self._units = list(units)
         self._gathering: dict[Unit, list[Gathering]] = {}
+        self.waits = Waits()
 
     def issue_gather(self, unit: Unit) -> None:
         """Start the gathers of all parameters of a unit together."""
@@ -30,7 +32,7 @@ class BackendRuntime:
 
     def wait_gather(self, unit: Unit) -> None:
         """Wait for them one by one; the full parameters are readable then."""
-        with self._backend.autograd.no_grad():
+        with self._backend.autograd.no_grad(), self.waits.waiting_for("gather"):
             for gathering in self._gathering.pop(unit):
                 gathering.wait()
 
@@ -102,7 +104,8 @@ class BackendRuntime:
 
     def wait_reduce_scatter(self, reduction: UnitReduction) -> None:
         """Wait, and let go of the full gradients."""
-        reduction.wait()
+        with self.waits.waiting_for("scatter"):
+            reduction.wait()
         reduction.gradients = []
 
     def issue_all_reduce(self, reduction: UnitReduction) -> None:
@@ -118,7 +121,8 @@ class BackendRuntime:
 
     def wait_all_reduce(self, reduction: UnitReduction) -> None:
         """Wait for the sums."""
-        reduction.wait()
+        with self.waits.waiting_for("sum"):
+            reduction.wait()
 
     def settle(self, reduction: UnitReduction) -> None:
         """Hand each shard of a gradient to its parameter, in its dtype and where it lives."""

@@ -131,6 +131,11 @@ class Schedule:
         self._parked: list[Reduction] = []
         self._forget_backward()
 
+    @property
+    def runtime(self) -> Runtime:
+        """What carries the events out."""
+        return self._runtime
+
     def _forget_backward(self) -> None:
         self.backward_number += 1
         self._armed = False
