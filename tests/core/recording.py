@@ -36,6 +36,7 @@ class Recorder:
     backward: bool = False
     settling: bool = False
     callbacks: list = field(default_factory=list)
+    disagreements: int = 0
     most: int = 0  # most units that held a full buffer at a time
 
     @property
@@ -94,6 +95,9 @@ class Recorder:
         before = "reduced" if reduction.unit.needs_reduction else "new"
         self._step(reduction, before, "settled", "settle")
 
+    def end_pass(self):
+        assert not [each for each in self.buffers.values() if each == "coming"] or self.backward
+
     def left_behind(self, reduced):
         names = {unit.name for unit in reduced}
         return [FakeReduction(FakeUnit(name)) for name in dict.fromkeys(n for n, _ in self.kept) if name not in names]
@@ -148,7 +152,7 @@ class Engine:
         """A forward of the outermost unit."""
         self.schedule.before_root_forward()
         self._forward(root, recording, ())
-        self.schedule.after_root_forward()
+        self.schedule.after_root_forward(recording)
 
     def backward(self, root, kind="all"):
         """A backward: every unit's gradients are complete after its first call (the last in backward)."""

@@ -5,7 +5,7 @@ import numpy as np
 import hyper_parallel as hp
 from hyper_parallel.core.fsdp.controls import METHODS
 from hyper_parallel.core.fsdp.unit import unit_of, units_of
-from tests.equivalence.fsdp_bodies import compare, shard, worst
+from tests.equivalence.fsdp_bodies import compare, descend, shard, worst
 from tests.equivalence.toy import ToyConfig, batch, build
 
 MICRO_BATCHES = 3
@@ -253,6 +253,21 @@ def names_and_refusals(backend):
     refused("group", lambda: (hp.fully_shard([model.layers[0], model.head], mesh=mesh), model.head(None)))
     refused("empty", lambda: hp.fully_shard([]))
     return messages
+
+
+def trained(backend, sizes):
+    """Twenty steps of two micro-batches each; the losses, and the whole parameters at the end by name."""
+    config, model, loss, _, _ = built(backend, mesh=hp.DeviceMesh.from_sizes(sizes))
+    parameters, rank, losses = hp.trainable_parameters(model), backend.collectives.rank(), []
+    model.set_prefetch_depth(2, 2)
+    for step in range(20):
+        for micro in range(2):
+            model.set_requires_all_reduce(micro == 1)
+            x = batch(backend, config, 100 * step + 10 * micro + rank)
+            value, gradients = hp.value_and_grad(loss, [p for _, p in parameters])(x)
+            losses.append(float(backend.tensors.to_numpy(value)))
+            descend(backend, parameters, gradients, rate=1e-3)
+    return losses, hp.full_parameters(model)
 
 
 def named_dims(backend):

@@ -267,8 +267,8 @@ def compare(backend, config, model, loss, whole, whole_loss, batch_index=0):
     errors = []
     for (_, p), f, w in zip(found_parameters, found, wanted):
         layout = hp.layout_of(p)
-        array = np.zeros(layout.shape) if w is None else backend.tensors.to_numpy(w)
-        errors.append(worst(backend.tensors.to_numpy(f), layout.shard(array, rank)))
+        wanted_part = layout.shard(np.zeros(layout.shape) if w is None else backend.tensors.to_numpy(w), rank)
+        errors.append(worst(np.zeros_like(wanted_part) if f is None else backend.tensors.to_numpy(f), wanted_part))
     return max(errors)
 
 

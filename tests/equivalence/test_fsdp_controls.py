@@ -5,6 +5,7 @@ import pytest
 BODIES = "tests.equivalence.control_bodies"
 BOUND = 1e-11  # float64 sums in another order
 
+BACKENDS = ("torch", "mindspore")
 HSDP, FSDP = {"replicate": 2, "shard": 2}, {"shard": 2}
 
 
@@ -12,8 +13,11 @@ def ranks_of(sizes):
     return 4 if len(sizes) == 2 else 2
 
 
-@pytest.mark.parametrize("sizes", [FSDP, HSDP], ids=str)
-@pytest.mark.parametrize("kind", ["none", "scatter", "deferred", "kept"])
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [*((FSDP, kind) for kind in ("none", "scatter", "deferred", "kept")), (HSDP, "scatter"), (HSDP, "deferred")],
+    ids=str,
+)
 def test_micro_batches_add_up_and_are_handed_over_when_they_are_reduced(pool, backend_name, sizes, kind):
     waits = kind in ("none", "deferred") or (kind == "scatter" and sizes == HSDP)
     for error, times in pool(backend_name, ranks_of(sizes)).run(f"{BODIES}:accumulated", sizes, kind):
@@ -25,18 +29,18 @@ def test_what_only_an_earlier_micro_batch_reached_is_reduced_with_the_last(pool,
     assert max(pool(backend_name, 2).run(f"{BODIES}:unreached_at_last")) < BOUND
 
 
-@pytest.mark.parametrize("setting", [(0, 0), (1, 1), (3, 2), "lists"], ids=str)
+@pytest.mark.parametrize("setting", [(0, 0), (3, 2), "lists"], ids=str)
 def test_prefetch_changes_no_gradient(pool, backend_name, setting):
     for error, unused in pool(backend_name, 2).run(f"{BODIES}:prefetched", setting):
         assert error < BOUND
         assert unused == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_part_stays_for_a_smaller_group(pool, backend_name, ranks):
     for error, sizes in pool(backend_name, 4).run(f"{BODIES}:shrunk", ranks):
         assert error < BOUND
-        wanted = {1: 1.0, 2: 0.5, 4: 0.0}[ranks] * sizes["whole"]
+        wanted = sizes["whole"] / ranks
         assert wanted <= sizes["held"] <= 1.4 * wanted, "odd rows are padded"
 
 
@@ -58,9 +62,8 @@ def test_a_unit_is_gathered_and_freed_by_hand(pool, backend_name):
             assert error < BOUND and left == 0
 
 
-@pytest.mark.parametrize("sizes", [FSDP, HSDP], ids=str)
-def test_gradients_are_divided_and_handled_as_the_user_says(pool, backend_name, sizes):
-    assert max(pool(backend_name, ranks_of(sizes)).run(f"{BODIES}:factor_and_hook", sizes)) < BOUND
+def test_gradients_are_divided_and_handled_as_the_user_says(pool, backend_name):
+    assert max(pool(backend_name, 4).run(f"{BODIES}:factor_and_hook", HSDP)) < BOUND
 
 
 def test_methods_come_and_go_and_wrong_calls_say_what_to_write(pool, backend_name):
@@ -82,6 +85,15 @@ def test_methods_come_and_go_and_wrong_calls_say_what_to_write(pool, backend_nam
         assert set(messages) == set(expected)
         for case, text in expected.items():
             assert text in messages[case]
+
+
+def test_both_backends_train_alike_for_twenty_steps(pool):
+    torch, mindspore = (pool(name, 4).run(f"{BODIES}:trained", HSDP) for name in BACKENDS)
+    for (losses, parameters), (other_losses, other_parameters) in zip(torch, mindspore):
+        assert losses == pytest.approx(other_losses, rel=BOUND)
+        assert losses[-1] < losses[0]
+        for name, value in parameters.items():
+            assert abs(value - other_parameters[name]).max() < BOUND * abs(value).max()
 
 
 def test_units_have_meshes_of_their_own_and_axes_any_name(pool, backend_name):

@@ -25,6 +25,10 @@ class Gathers:
         """Tell whether the full parameters may be read now."""
         return unit in self._readable
 
+    def readable(self) -> list[ScheduledUnit]:
+        """All units that are gathered."""
+        return list(self._readable)
+
     def fetch(self, unit: ScheduledUnit) -> None:
         """Start gathering, if need be."""
         if unit not in self._readable and unit not in self._coming:
@@ -74,6 +78,11 @@ class Gathers:
         for unit in {**self._readable, **self._coming}:
             if unit in self._ahead:
                 self.free(unit)
+
+    def free_everything(self) -> None:
+        """Free all, whatever it was kept for."""
+        self._kept.clear()
+        self.free_what_is_not_kept()
 
     def free_what_is_not_kept(self) -> None:
         """Free whatever is left of earlier passes."""

@@ -143,6 +143,12 @@ class ShardedParameter:
             self.counts.gather_copied += part.nbytes
         self._tensors.release_storage(self._buffer)
 
+    def pretend_part(self, group: Group | None) -> None:
+        """Have something to give when the ranks of `group` gather their parts, or all ranks (None) their shards."""
+        self._part, self._part_group = None, group
+        if group is not None and self._buffer is not None and self.spec.numel:
+            self._part = self._tensors.buffer(self._buffer, ceil(prod(self._buffer.shape) / group.size), zero=True)
+
     def free(self) -> None:
         """Give the buffer's memory back, and what is kept of it."""
         self._part = None

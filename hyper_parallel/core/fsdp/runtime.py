@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class BackendRuntime:
     """The `Runtime` of the schedule on a backend."""
 
+    disagreements = 0
+
     def __init__(self, backend: Backend, units: Sequence[Unit]):
         self._backend = backend
         self._units = list(units)
@@ -137,6 +139,9 @@ class BackendRuntime:
             self._hand_over(reduction)
             for parameter, shard in zip(reduction.parameters, reduction.shards):
                 self._backend.autograd.deliver(parameter.parameter, shard)
+
+    def end_pass(self) -> None:
+        """One rank has nobody to agree with."""
 
     def in_backward(self) -> bool:
         """Ask the engine."""

@@ -55,6 +55,9 @@ class Reduction(Protocol):
 class Runtime(Protocol):
     """What carries the events out. `issue` returns at once; `wait` returns when the result is there."""
 
+    disagreements: int
+    """How often ranks have done different things. Errors, after which ranks may remember different things as well."""
+
     def issue_gather(self, unit: ScheduledUnit) -> None:
         """Start gathering the full parameters, from what `shrink` has kept if it has."""
 
@@ -87,6 +90,9 @@ class Runtime(Protocol):
 
     def settle(self, reduction: Reduction) -> None:
         """Hand the finished gradients to their parameters."""
+
+    def end_pass(self) -> None:
+        """Everything of a pass is issued, and nothing of it handed over: raise if the ranks have not all done alike."""
 
     def left_behind(self, reduced: Container[ScheduledUnit]) -> Iterable[Reduction]:
         """Reductions of what is kept by units that are not `reduced` and have to hand their gradients over now."""
@@ -129,6 +135,7 @@ class Schedule:
         """Counts backward passes, so that events of one are not taken for events of another."""
         self._previous: Reduction | None = None
         self._parked: list[Reduction] = []
+        self._disagreements = runtime.disagreements
         self._forget_backward()
 
     @property
@@ -142,22 +149,35 @@ class Schedule:
         self._backwards: Counter[ScheduledUnit] = Counter()
         self._reduced: set[ScheduledUnit] = set()
 
-    def before_root_forward(self) -> None:
+    def before_root_forward(self) -> bool:
         """The outermost unit is entered: whatever an earlier step left behind (by an exception, or by a forward
-        that no backward followed) is out of date, unless it is kept on purpose."""
-        if not self._runtime.in_backward():
-            self._forwards.clear()
+        that no backward followed) is out of date, unless it is kept on purpose. Tells whether a backward was broken off
+        or the ranks have disagreed, so that no graph from before is of use."""
+        if self._runtime.in_backward():
+            return False
+        before, self._disagreements = self._disagreements, self._runtime.disagreements
+        disagreed = before != self._disagreements
+        broken = disagreed or self._armed
+        self._forwards.clear()
+        if broken:
             self._abandon_backward()
-            self.gathers.free_what_is_not_kept()
-            self._forward_order = Order(self._entered)
-            self._entered, self._left, self._root_runs = [], [], True
+        self._forget_backward()
+        if disagreed:
+            self.gathers.free_everything()
+            self._entered = []
+        self.gathers.free_what_is_not_kept()
+        self._forward_order = Order(self._entered)
+        self._entered, self._left, self._root_runs = [], [], True
+        return broken
 
-    def after_root_forward(self) -> None:
+    def after_root_forward(self, recording: bool) -> None:
         """The outermost unit is left."""
         if not self._runtime.in_backward():
             self._root_runs = False
             self._backward_order = Order(reversed(self._left))
             self.gathers.free_unused()
+            if not recording:
+                self._runtime.end_pass()
 
     def before_forward(self, unit: ScheduledUnit) -> None:
         """A module is about to run. A recompute need not come to its end."""
@@ -237,6 +257,9 @@ class Schedule:
         for reduction in self._runtime.left_behind(self._reduced):
             self.gradients_ready(reduction)
         if self.settings.is_last_backward:
+            self._issue_rest()
+        self._runtime.end_pass()
+        if self.settings.is_last_backward:
             self._drain()
         self.gathers.after_backward()
         self._forget_backward()
@@ -257,11 +280,14 @@ class Schedule:
             self._runtime.issue_all_reduce(reduction)
             self._parked.append(reduction)
 
-    def _drain(self) -> None:
+    def _issue_rest(self) -> None:
         if self._previous is not None:
             last, self._previous = self._previous, None
             self._runtime.wait_reduce_scatter(last)
             self._park(last)
+
+    def _drain(self) -> None:
+        self._issue_rest()
         parked, self._parked = self._parked, []
         for reduction in parked:
             self._runtime.wait_all_reduce(reduction)
@@ -270,11 +296,9 @@ class Schedule:
     def _abandon_backward(self) -> None:
         """What an exception has left in flight must come to an end before its ranks communicate again. What was kept
         for a sum is lost with it: a part of this backward's gradients may be in it."""
-        if self._armed:
-            if self._previous is not None:
-                self._runtime.wait_reduce_scatter(self._previous)
-            for reduction in self._parked:
-                self._runtime.wait_all_reduce(reduction)
-            self._previous, self._parked = None, []
-            self._runtime.forget_kept()
-        self._forget_backward()
+        if self._previous is not None:
+            self._runtime.wait_reduce_scatter(self._previous)
+        for reduction in self._parked:
+            self._runtime.wait_all_reduce(reduction)
+        self._previous, self._parked = None, []
+        self._runtime.forget_kept()

@@ -10,7 +10,8 @@ from hyper_parallel.core.backend import Backend, Group, HookHandle, Module, Tens
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.accumulation import Kept
 from hyper_parallel.core.fsdp.gathers import Gathers
-from hyper_parallel.core.fsdp.parameter import ShardedParameter
+from hyper_parallel.core.fsdp.ordered import OrderedRuntime
+from hyper_parallel.core.fsdp.parameter import ShardedParameter, ranks_with_samples
 from hyper_parallel.core.fsdp.reduction import UnitReduction
 from hyper_parallel.core.fsdp.runtime import BackendRuntime
 from hyper_parallel.core.fsdp.schedule import Schedule, Settings
@@ -64,7 +65,7 @@ class Unit:
         self.settings = Settings()
         """Those of the tree, once a root has adopted the unit."""
         self._schedule: Schedule | None = None
-        self._has_root = False
+        self.has_root = False
         self._below: list[Unit] | None = None  # all units of the tree, on the root only
         self._calls: list[_Call | None] = []  # running forwards, innermost last; None where nothing is recorded
         self._still_to_run: list[Module] = []  # of several modules, those that this pass has not come to
@@ -82,7 +83,7 @@ class Unit:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the tree; a unit that no root has adopted becomes a root."""
-        if not self._has_root:
+        if not self.has_root:
             self._become_root()
         return self._schedule
 
@@ -90,7 +91,7 @@ class Unit:
     def gathers(self) -> Gathers:
         """What gathers and frees this unit; until a root adopts it, on its own."""
         if self._schedule is None:
-            self._schedule = Schedule(BackendRuntime(self.backend, [self]), self.settings)
+            self._schedule = self._new_schedule([self])
         return self._schedule.gathers
 
     @property
@@ -111,7 +112,7 @@ class Unit:
     def set_reshard_after_forward(self, asked: bool | int | None) -> None:
         """See `hyper_parallel.fully_shard`; None is for the root to decide. Called by every rank."""
         check_reshard_after_forward(asked, self.shard_group.size)
-        self.gathers.free(self)  # what is kept now may be of another size
+        self._free()  # what is kept now may be of another size
         size = self.shard_group.size
         self.part_group = None
         if asked is None or isinstance(asked, bool):
@@ -131,9 +132,14 @@ class Unit:
         """Take hooks away together with the unit's own."""
         self._hooks += hooks
 
+    def _free(self) -> None:
+        if self._schedule is not None:
+            self._schedule.gathers.free(self)
+
     def detach(self) -> None:
         """Take the hooks away; the parameters stay as they are."""
         self._detached = True
+        self._free()
         self.hide()
         for hook in self._hooks:
             hook.remove()
@@ -146,10 +152,12 @@ class Unit:
     def __reduce__(self) -> tuple:
         raise ConfigError(NO_COPY)
 
-    def reset(self) -> None:
-        """Forget calls that never came to an end because of an exception."""
+    def reset(self, broken: bool) -> None:
+        """Forget calls that never came to an end because of an exception, and with `broken` the graph they were in."""
         self._calls.clear()
         self._still_to_run = []
+        if broken:
+            self._attached = None
 
     def _become_root(self) -> None:
         if not self._is_single:
@@ -159,22 +167,28 @@ class Unit:
                 "that holds them, too, and run that one"
             )
         self._below = _checked_tree(self.backend, self.modules[0])
-        schedule = Schedule(BackendRuntime(self.backend, self._below), self.settings)
+        schedule = self._new_schedule(self._below)
         for unit in self._below:
             if unit._schedule is not None:
                 schedule.adopt(unit._schedule)
-            unit._schedule, unit._has_root, unit.settings = schedule, True, self.settings
+            unit._schedule, unit.has_root, unit.settings = schedule, True, self.settings
             if unit is not self:
                 unit._below = None
                 if unit.reshard_after_forward is None:
                     unit.reshard_after_forward = True
 
+    def _new_schedule(self, units: Sequence[Unit]) -> Schedule:
+        runtime = BackendRuntime(self.backend, units)
+        if ranks_with_samples(self.mesh) > 1:  # ranks with the same samples meet in every boundary anyway
+            runtime = OrderedRuntime(self.backend, runtime, units, self.mesh.ranks)
+        return Schedule(runtime, self.settings)
+
     def _enter(self, module: Module, args: tuple, kwargs: dict) -> None:
         schedule = self.schedule
         if self._below is not None and not self.backend.autograd.in_backward():
+            broken = schedule.before_root_forward()
             for unit in self._below:
-                unit.reset()
-            schedule.before_root_forward()
+                unit.reset(broken)
         if self._is_single or not self._still_to_run:
             self._still_to_run, self._call_of_pass = list(self.modules), None
             schedule.before_forward(self)
@@ -201,7 +215,7 @@ class Unit:
             for unit in self._below:
                 if unit._still_to_run:
                     unit._finish_pass(unit._call_of_pass is not None, watched=True)
-            self.schedule.after_root_forward()
+            self.schedule.after_root_forward(self.backend.autograd.grad_enabled())
 
     def _finish_pass(self, recording: bool, watched: bool) -> None:
         self._still_to_run = []

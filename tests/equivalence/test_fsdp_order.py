@@ -1,0 +1,54 @@
+"""Ranks of a sharded model that do different things: all of them are told, none waits for ever, no data are mixed."""
+
+import pytest
+
+BODIES = "tests.equivalence.order_bodies"
+BOUND = 1e-11  # float64 sums in another order
+
+AT_FIRST = {
+    "skips": "rank 0 is about to gather layers.1; rank 1 is about to gather layers.2",
+    "repeats": "rank 0 is about to gather layers.2; rank 1 is about to gather layers.1",
+    "evaluates": "rank 1 is about to begin a pass and gather the outermost unit, with nothing recorded",
+    "gathers": "rank 1 is about to begin a pass and gather a Block that no forward of its model has come to yet",
+    "settings": "accumulation 'none' and reshard_after_forward True in layers.0, layers.1, layers.2",
+    "another loss": "rank 0 is about to gather layers.2; rank 1 is about to reduce-scatter the outermost unit",
+}
+LATER = AT_FIRST | {  # what a rank fetches ahead comes first
+    "skips": "the next was to gather layers.1, and it had to gather layers.0",
+    "repeats": "the next was to gather layers.2, and it had to gather layers.1",
+    "gathers": "rank 1 is about to begin a pass and gather layers.1",
+    "another loss": "the next was to gather layers.2, and it had to reduce-scatter the outermost unit",
+}
+
+
+EVERYWHERE = [("torch", case) for case in AT_FIRST] + [("mindspore", "skips"), ("mindspore", "another loss")]
+
+
+@pytest.mark.parametrize("good", [0, 3])
+@pytest.mark.parametrize(("backend", "case"), EVERYWHERE)
+def test_a_rank_that_does_something_else_stops_all_with_the_units_by_name(pool, backend, case, good):
+    results = pool(backend, 2).run(f"{BODIES}:diverging", {"shard": 2}, case, good)
+    (message,) = {message for message, _, _ in results}
+    assert "the ranks of a sharded model do different things: rank 0 is" in message
+    assert (LATER if good else AT_FIRST)[case] in message
+    for _, given, error in results:
+        assert not given
+        assert error < BOUND, "the next steps are right"
+
+
+def test_on_two_axes_every_rank_is_told(pool, backend_name):
+    results = pool(backend_name, 4).run(f"{BODIES}:diverging", {"replicate": 2, "shard": 2}, "skips", 3)
+    (message,) = {message for message, _, _ in results}
+    assert "rank 3 is no longer going on as in the last passes" in message and LATER["skips"] in message
+    assert not any(given for _, given, _ in results) and max(error for _, _, error in results) < BOUND
+
+
+def test_all_ranks_may_run_other_modules_evaluate_and_break_off_together(pool, backend_name):
+    assert max(pool(backend_name, 2).run(f"{BODIES}:changing_together")) < BOUND
+
+
+def test_once_a_step_has_gone_alike_twice_two_exchanges_are_left(pool, backend_name):
+    for counts, units in pool(backend_name, 2).run(f"{BODIES}:announcements"):
+        assert min(counts[:2]) > 2 * units
+        assert counts[2:6] == [2] * 4
+        assert counts[6:] == [units + 1, units + 1, 2, 2]
