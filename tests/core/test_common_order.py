@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.errors import CommunicationError, ConfigError
 from hyper_parallel.core.fsdp.common_order import CommonOrder
 
 LIMIT_S = 20.0
@@ -155,6 +155,23 @@ def test_after_an_error_all_ranks_can_go_on():
     raised, _ = world([good + alike((1, 2, 3)) + good, good + alike((1, 3)) + good])
     assert [each is None for each in raised[0]] == [True] * 3 + [False] + [True] * 3
     assert raised[0] == raised[1]
+
+
+class Silent:
+    """Peers of which one does not answer."""
+
+    ranks = (0, 1)
+
+    def exchange(self, value):
+        raise CommunicationError("all_gather: no answer from rank 1")
+
+
+def test_a_rank_that_does_not_answer_is_told_with_what_this_one_was_about_to_do():
+    order = CommonOrder(Silent(), lambda token: f"{token[0]} layers.{token[1]}", lambda token: None)
+    with pytest.raises(
+        CommunicationError, match=r"gather layers.3, with train, and has waited .* no answer from rank 1"
+    ):
+        order.step(("gather", 3, ()), lambda: "train")
 
 
 units = st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple)

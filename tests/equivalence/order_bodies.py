@@ -93,3 +93,23 @@ def announcements(backend):
         counts.append(now - total)
         total = now
     return counts, len(list(units_of(backend, model)))
+
+
+def broken_collective(backend):
+    """What is said when the gather of a layer fails."""
+    config, model, loss, _, _ = built(backend)
+    parameters = [p for _, p in hp.trainable_parameters(model)]
+    step(backend, config, loss, parameters)
+    runtime = unit_of(model).schedule._runtime._runtime
+    whole = runtime.wait_gather
+
+    def wait_gather(unit):
+        whole(unit)
+        if unit.name == "layers.1":
+            raise hp.CommunicationError("all_gather over the ranks 0, 1 has timed out")
+
+    runtime.wait_gather = wait_gather
+    try:
+        step(backend, config, loss, parameters)
+    except hp.CommunicationError as error:
+        return str(error)

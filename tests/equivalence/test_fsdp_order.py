@@ -52,3 +52,8 @@ def test_once_a_step_has_gone_alike_twice_two_exchanges_are_left(pool, backend_n
         assert min(counts[:2]) > 2 * units
         assert counts[2:6] == [2] * 4
         assert counts[6:] == [units + 1, units + 1, 2, 2]
+
+
+def test_a_collective_that_fails_names_the_unit_that_it_was_for(pool):
+    for message in pool("torch", 2).run(f"{BODIES}:broken_collective"):
+        assert message == "the gather of layers.1 has failed: all_gather over the ranks 0, 1 has timed out"

@@ -6,6 +6,8 @@ from mindspore.experimental.optim import AdamW
 
 import hyper_parallel as hp
 from hyper_parallel.backends.mindspore import autograd
+from hyper_parallel.core.fsdp.counts import total
+from hyper_parallel.core.fsdp.unit import units_of
 from tests.equivalence.fsdp_bodies import shard, worst
 from tests.equivalence.toy import ToyConfig, batch, build
 
@@ -121,3 +123,19 @@ def framework_accumulation(backend):
     assert not any(np.any(each.asnumpy()) for each in first)
     _, wanted = hp.value_and_grad(whole_loss, whole.trainable_params())(x)
     return compare(backend, model, second, whole, [2 * each for each in wanted])
+
+
+def gathered_under_recompute(backend):
+    """Bytes that gathers of a step bring, without and with `Cell.recompute`, and fetches for nothing."""
+    config, found = ToyConfig(), []
+    for again in (False, True):
+        model, loss, _, _ = sharded_and_whole(backend, config)
+        if again:
+            for block in model.layers:
+                block.recompute()
+        units = list(units_of(backend, model))
+        for step in range(2):
+            counts = total(each for unit in units for each in unit.parameters).gathered
+            hp.value_and_grad(loss, model.trainable_params())(batch(backend, config, step))
+        found.append(total(each for unit in units for each in unit.parameters).gathered - counts)
+    return found, units[0].gathers.unused

@@ -17,6 +17,12 @@ def test_recomputed_blocks_that_are_units_give_the_same_gradients(pool):
     assert max(pool("mindspore", 2).run(f"{BODIES}:recomputed")) < BOUND
 
 
+def test_a_recompute_gathers_nothing_twice_and_nothing_for_nothing(pool):
+    for (without, with_recompute), unused in pool("mindspore", 2).run(f"{BODIES}:gathered_under_recompute"):
+        assert without == with_recompute > 0
+        assert unused == 0
+
+
 def test_a_step_without_gradients_leaves_the_next_one_right(pool):
     assert max(pool("mindspore", 2).run(f"{BODIES}:result_thrown_away")) < BOUND
 

@@ -17,6 +17,7 @@ from hyper_parallel.core.fsdp.counts import total
 from hyper_parallel.core.fsdp.unit import units_of
 from tests.equivalence.fsdp_bodies import shard, worst
 from tests.equivalence.toy import ToyConfig, batch, build
+from tests.torch.fsdp2_bodies import EVEN, recompute
 
 
 def beside_fsdp2(backend, sizes):
@@ -352,3 +353,19 @@ def copies_beside_fsdp2(backend):
         expected["copy_out"] += gathers * padded
         expected["chunk_cat"] += padded
     return total(each for unit in units_of(backend, ours) for each in unit.parameters).copied, packed.written, expected
+
+
+def gathered_under_recompute(backend, kind):
+    """Bytes that gathers of a step bring, without checkpoints and with them, and fetches for nothing."""
+    found, config = [], replace(EVEN, dtype="float64")
+    for checkpoints in ("", kind):
+        model, loss = build(backend, config)
+        shard(model, hp.DeviceMesh((2,), ("shard",)))
+        if checkpoints:
+            recompute(model, checkpoints)
+        units = list(units_of(backend, model))
+        for step in range(2):
+            counts = total(each for unit in units for each in unit.parameters).gathered
+            loss(batch(backend, config, step)).backward()
+        found.append(total(each for unit in units for each in unit.parameters).gathered - counts)
+    return found, units[0].gathers.unused

@@ -63,6 +63,13 @@ def test_checkpointed_blocks_are_cast_alike_when_they_are_computed_again(pool, r
     assert pool("torch", 2).run(f"{BODIES}:recomputed_in_half_precision", reentrant) == [True, True]
 
 
+@pytest.mark.parametrize("kind", ["inside", "inside reentrant", "around", "around reentrant"])
+def test_a_recompute_gathers_nothing_twice_and_nothing_for_nothing(pool, kind):
+    for (without, with_recompute), unused in pool("torch", 2).run(f"{BODIES}:gathered_under_recompute", kind):
+        assert without == with_recompute > 0
+        assert unused == 0
+
+
 def test_a_graph_that_is_kept_can_run_backward_twice(pool):
     assert pool("torch", 2).run(f"{BODIES}:kept_graph") == [True, True]
 

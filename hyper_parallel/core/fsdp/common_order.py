@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Callable, Hashable, Protocol
 
-from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.errors import CommunicationError, ConfigError
 
 Token = tuple
 """One collective: what is done, the number of the unit, and what else has to be alike."""
@@ -83,6 +83,7 @@ class CommonOrder:
 
         Raises:
             ConfigError: the ranks are about to do different things; on every rank.
+            CommunicationError: another rank does not say what it is about to do.
         """
         if self._key is None:
             self._begin(token, situation())
@@ -130,7 +131,12 @@ class CommonOrder:
 
     def _announce(self, what: Hashable, text: str) -> None:
         self.announced += 1
-        digests = self._peers.exchange(_digest(what))
+        try:
+            digests = self._peers.exchange(_digest(what))
+        except CommunicationError as error:
+            raise CommunicationError(
+                f"this rank is {text}, and has waited for the other ranks of the model to say the same: {error}"
+            ) from error
         if len(set(digests)) == 1:
             return
         self.disagreements += 1
