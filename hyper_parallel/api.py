@@ -18,7 +18,7 @@ from hyper_parallel.core.execution.apply import restore as restore_model
 from hyper_parallel.core.execution.region_collectives import RegionCollectives, collectives_of
 from hyper_parallel.core.fsdp import build, clip
 from hyper_parallel.core.fsdp.controls import FullySharded, handle_of
-from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
+from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
@@ -99,7 +99,13 @@ MODES = ("production", "validate")
 
 
 def parallelize(
-    model: Module, plan: ShardingPlan, mode: str = "production", *, allow_shard_across_supernodes: bool = False
+    model: Module,
+    plan: ShardingPlan,
+    mode: str = "production",
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    allow_shard_across_supernodes: bool = False,
 ) -> Module:
     """Apply a plan to the model that it was made for, in place, and return the model. Called by every rank.
 
@@ -118,6 +124,8 @@ def parallelize(
         model: a `torch.nn.Module` or a `mindspore.nn.Cell`.
         plan: what `hyper_parallel.plan` has made of it.
         mode: "production" or "validate".
+        mp_policy: the dtypes of all units, as in `fully_shard`.
+        offload_policy: `CPUOffloadPolicy()` to keep shards and gradients on the host, likewise.
         allow_shard_across_supernodes: do not refuse a mesh whose `shard` axis crosses supernodes.
 
     Raises:
@@ -125,14 +133,16 @@ def parallelize(
         ContractError: in validation, the plan contradicts itself, or ranks start with different values; likewise.
             Later, while the model runs: a tensor or a gradient lies otherwise than the plan says, an operator would be
             wrong on what it is given, or ranks that compute one model are given different things.
-        ConfigError, LayoutError: the mesh has an axis that can't be run yet, the ranks are not joined, or the mesh is
-            not one of all ranks; likewise.
+        ConfigError, LayoutError: the mesh has an axis that can't be run yet, the ranks are not joined, the mesh is not
+            one of all ranks, or a policy is none; likewise.
     """
     if not isinstance(plan, ShardingPlan):
         raise ConfigError(f"parallelize: found {plan!r} for a plan; load a file with ShardingPlan.load(path)")
     if mode not in MODES:
         raise ConfigError(f'parallelize: mode is {mode!r}; write "production" or "validate"')
-    apply_plan(backends.of_model(model), model, plan, mode == "validate", allow_shard_across_supernodes)
+    precision, offload = precision_of(mp_policy), offload_of(offload_policy)
+    backend = backends.of_model(model)
+    apply_plan(backend, model, plan, mode == "validate", allow_shard_across_supernodes, precision, offload)
     return model
 
 

@@ -19,8 +19,10 @@ from hyper_parallel.core.execution.randomness import Randomness
 from hyper_parallel.core.execution.region_collectives import find_collectives
 from hyper_parallel.core.execution.vocabulary import find_embeddings
 from hyper_parallel.core.fsdp import build
+from hyper_parallel.core.fsdp.casting import cast_around
 from hyper_parallel.core.fsdp.controls import check_names
 from hyper_parallel.core.fsdp.parameter import Holding
+from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
 from hyper_parallel.core.fsdp.unit import NO_COPY
 from hyper_parallel.core.mesh import MODEL_AXES
 from hyper_parallel.core.placement import Shard
@@ -79,10 +81,13 @@ def apply_plan(
     plan: ShardingPlan,
     validate: bool = False,
     allow_shard_across_supernodes: bool = False,
+    precision: MixedPrecisionPolicy | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> None:
     """Cut the parameters, hook the boundaries, make the units that a plan names. Called by every rank.
 
-    With `validate` modules see tensors that are followed, and boundaries check them; all else is the same.
+    With `validate` modules see tensors that are followed, and boundaries check them; all else is the same. The policies
+    hold for all units.
 
     Raises:
         ContractError: with `validate`, what the plan says of a parameter contradicts itself, or ranks start with
@@ -110,7 +115,7 @@ def apply_plan(
     checks.agree(backend, plan, error)
     if validate:
         check_same_start(backend, model)
-    _carry_out(facts, adaptations, following)
+    _carry_out(facts, adaptations, following, precision_of(precision), offload_of(offload))
 
 
 def find_adaptations(facts: Facts) -> Adaptations:
@@ -135,9 +140,16 @@ def restore(backend: Backend, model: Module) -> None:
             execution.undo()
 
 
-def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | None) -> None:
+def _carry_out(
+    facts: Facts,
+    adaptations: Adaptations,
+    following: Following | None,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+) -> None:
     backend, plan = facts.backend, facts.plan
     held = {each.name: _holding(facts, adaptations, each) for each in plan.parameters}
+    held = {name: replace(each, precision=precision, offload=offload) for name, each in held.items()}
     if following is not None:
         held = {each.name: replace(held[each.name], shown=following.shown(each)) for each in plan.parameters}
     adaptations.apply()
@@ -148,7 +160,8 @@ def _carry_out(facts: Facts, adaptations: Adaptations, following: Following | No
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
         reshard = unit.reshard_after_forward or (None if unit.name == ROOT else False)
-        build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard)
+        made = build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard)
+        made.add_hooks(cast_around(backend, module, precision))
     if following is not None:
         hooks += following.paths()
     Execution(facts, adaptations, hooks, domains.randomness, following)

@@ -78,7 +78,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def precision_of(value: Any) -> MixedPrecisionPolicy:
-    """A policy for `fully_shard`: None, one of ours, or another that has the same fields, as PyTorch's.
+    """A policy as a user has given it: None, one of ours, or another that has the same fields, as PyTorch's.
 
     Raises:
         ConfigError: it is none.
@@ -87,7 +87,7 @@ def precision_of(value: Any) -> MixedPrecisionPolicy:
         return value or MixedPrecisionPolicy()
     names = [each.name for each in fields(MixedPrecisionPolicy)]
     if not all(hasattr(value, name) for name in names):
-        raise ConfigError(f"fully_shard: mp_policy is {value!r}; write a hyper_parallel.MixedPrecisionPolicy")
+        raise ConfigError(f"mp_policy is {value!r}; write a hyper_parallel.MixedPrecisionPolicy")
     return MixedPrecisionPolicy(**{name: getattr(value, name) for name in names})
 
 
@@ -98,7 +98,7 @@ def offload_of(value: Any) -> OffloadPolicy:
     if hasattr(value, "pin_memory"):
         return CPUOffloadPolicy(value.pin_memory)
     if type(value).__name__ != "OffloadPolicy":
-        raise ConfigError(f"fully_shard: offload_policy is {value!r}; write a hyper_parallel.CPUOffloadPolicy")
+        raise ConfigError(f"offload_policy is {value!r}; write a hyper_parallel.CPUOffloadPolicy")
     return OffloadPolicy()
 
 
