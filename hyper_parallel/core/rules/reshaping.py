@@ -134,8 +134,9 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
 
     With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
     order: dims up to the cut one that stay as they are keep the cut; a -1 stands for the one head; heads that a rank's
-    one key head groups stay heads, whatever tokens are merged with the group; a unit tells; features, the last dim,
-    are what is split into heads; what was merged is split again; blocks stay where they were.
+    one key head groups stay heads, whatever tokens are merged with the group; a unit tells; rows of features become
+    samples of one token; features, the last dim, are what is split into heads; what was merged is split again, heads
+    that were merged with samples among their features too; blocks stay where they were.
     """
     dim, blocks, unit = x.state.cut, x.state.blocks, x.state.unit
     old = prod(x.shape[dim + 1 :])
@@ -146,8 +147,10 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
         [each for each in places if each == (hole, blocks) and shape[hole] == blocks],
         [each for each in plain if each == (1, blocks) and _groups_heads(x, shape)],
         [each for each in plain if unit > 1 and after[each] == unit * old],
+        [each for each in plain if unit == 1 and each == (2, 1) and _makes_one_token(x, shape)],
         plain if dim == x.dims - 1 > 0 else [],
         [each for each in plain if after[each] == old],
+        [each for each in plain if each == (2, 1) and _joins_heads(x, shape)],
         [each for each in places if each == (dim, blocks) and blocks > 1],
         plain,
     )
@@ -157,6 +160,20 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
 def _groups_heads(x: Operand, shape: Shape) -> bool:
     """Tell whether heads [samples, heads, tokens, features] become [samples, 1, heads * tokens, features]."""
     return x.state.cut == 1 and x.dims == 4 and tuple(shape) == (x.shape[0], 1, prod(x.shape[1:3]), x.shape[3])
+
+
+def _makes_one_token(x: Operand, shape: Shape) -> bool:
+    """Tell whether [samples, features] become [samples, 1, features]."""
+    return x.state.cut == 1 and x.dims == 2 and tuple(shape) == (x.shape[0], 1, x.shape[1])
+
+
+def _joins_heads(x: Operand, shape: Shape) -> bool:
+    """Tell whether heads [tokens, samples * heads, features] become [tokens, samples, heads * features]."""
+    samples = x.state.blocks
+    if (x.dims, x.state.cut) != (3, 1) or samples == 1:
+        return False
+    tokens, heads, features = x.shape
+    return tuple(shape) == (tokens, samples, heads // samples * features)
 
 
 def _stays(x: Operand, shape: Shape, hole: int | None) -> bool:

@@ -169,7 +169,8 @@ def repeat_interleave(view: View) -> State:
                 f"input is {x.state}, and repeats counts the elements of the whole dim",
                 "one number of repetitions, or input as replicate",
             )
-        return cut(place, state.blocks, state.unit * max(repeats, 1))
+        unit = 1 if state.unit == 1 else state.unit * max(repeats, 1)  # repeated heads are heads of the same size
+        return cut(place, state.blocks, unit)
     if state.is_replicate and dim is not None and x.shape[place] == 1 and not counted:
         return State(same=(*state.same, *([place] if place not in state.same else [])))
     return state

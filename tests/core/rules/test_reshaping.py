@@ -28,6 +28,7 @@ CARRIED = {
     "tokens with cut features merged": ((B, S, D), cut(2), (-1, D), cut(1)),
     "tokens of cut samples merged": ((B, S, D), cut(0), (-1, D), cut(0)),
     "one token merged": ((B, 1, D), cut(1), (-1, D), cut(0, B)),
+    "cut features of samples of one token": ((B, D), cut(1), (B, 1, D), cut(2)),
     "one token split again": ((B, D), cut(0, B), (B, 1, D), cut(1)),
     "all merged": ((B, S, D), cut(2), (-1,), cut(0, B * S)),
     # Heads beside samples, and keys repeated.
@@ -36,6 +37,8 @@ CARRIED = {
     "one head merged with samples": ((B, 1, S, D), cut(1), (B, S, D), cut(0, B)),
     "heads split from samples": ((B * 4, S, S), cut(0, B), (B, 4, S, S), cut(1)),
     "one head split from samples": ((B, S, S), cut(0, B), (B, 1, S, S), cut(1)),
+    "heads merged with samples behind tokens, joined": ((S, B * 4, D), cut(1, B), (S, B, 4 * D), cut(2)),
+    "the same with a -1": ((S, B * 4, D), cut(1, B), (S, B, -1), cut(2)),
     "keys repeated": ((B, 2, 3, S, D), cut(1), (B, 6, S, D), cut(1)),
     "one key repeated": ((B, 1, 3, S, D), cut(1), (B, 3, S, D), cut(1)),
     "heads grouped by one key": ((B, 2, S, D), cut(1), (B, 1, -1, D), cut(1)),
@@ -78,6 +81,13 @@ def test_a_unit_that_is_split_or_joined_is_another_number_of_heads(size, does):
     features = T(B, S, 4 * D, state=cut(2, unit=D))
     with pytest.raises(RuleError, match=rf"in units of {D}, and the shape .* {does} parts of {size};"):
         state("reshape", input=features, shape=(B, S, 4 * D // size, size))
+
+
+def test_repeated_heads_are_joined_and_split_again():
+    keys = T(B, S, 2, D, state=cut(2))
+    repeated = state("repeat_interleave", input=keys, repeats=3, dim=2)
+    joined = state("reshape", input=T(B, S, 6, D, state=repeated), shape=(B, S, 6 * D))
+    assert state("reshape", input=T(B, S, 6 * D, state=joined), shape=(B, S, -1, D)) == cut(2)
 
 
 def test_what_repeats_itself_does_so_in_another_shape():
