@@ -43,6 +43,8 @@ _WHERE = {
     "MixedPrecisionPolicy": "core.fsdp.policy",
     "OffloadPolicy": "core.fsdp.policy",
     "CPUOffloadPolicy": "core.fsdp.policy",
+    "describe": "api",
+    "trace_step": "api",
     "restore": "api",
     "collectives": "api",
     "layout_of": "api",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, ContextManager, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,16 +18,20 @@ from hyper_parallel.core.execution.apply import restore as restore_model
 from hyper_parallel.core.execution.region_collectives import RegionCollectives, collectives_of
 from hyper_parallel.core.fsdp import build, clip
 from hyper_parallel.core.fsdp.controls import FullySharded, handle_of
+from hyper_parallel.core.fsdp.describe import describe as describe_units
 from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
+from hyper_parallel.core.fsdp.trace import StepTrace
+from hyper_parallel.core.fsdp.trace import trace_step as trace_schedules
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.derive import derive
-from hyper_parallel.core.plan.model import ModelDescription, describe
+from hyper_parallel.core.plan.model import ModelDescription
+from hyper_parallel.core.plan.model import describe as describe_model
 from hyper_parallel.core.plan.plan import ShardingPlan
 from hyper_parallel.core.topology import Topology
-from hyper_parallel.core.topology_sources import find_topology
+from hyper_parallel.core.topology_sources import find_topology, topology_of
 from hyper_parallel.core.validation.simulate import Verdict, simulate
 
 
@@ -91,7 +95,7 @@ def plan(
         backend = backends.of_model(model)
         if next(iter(units_of(backend, model)), None) is not None:
             raise PlanError("plan: the model is sharded already; plan it before, or restore it first")
-        model = describe(model, backend)
+        model = describe_model(model, backend)
     return derive(model, mesh, overrides)
 
 
@@ -308,6 +312,46 @@ def fully_sharded(module: Module) -> FullySharded:
         ConfigError: the module is no unit.
     """
     return handle_of(module)
+
+
+def describe(model: Module) -> str:
+    """What `fully_shard` or `parallelize` has made of a model, in words.
+
+    For each unit its parameters and how they are cut, the ranks and the tier of its collectives, and the buffers that
+    its gradients are reduced in: what lies where, and the padding. Then a step, event by event, in the order of the
+    schedule: what is started, waited for and freed when. Units stand in the order of the last forward, or before one in
+    that of the model's definition.
+
+    Raises:
+        ConfigError: nothing in the model is sharded.
+    """
+    backend = backends.of_model(model)
+    units = list(units_of(backend, model))
+    if not units:
+        raise ConfigError(f"describe: no part of this {type(model).__name__} is sharded; call fully_shard first")
+    return describe_units(units, topology_of(backend))
+
+
+def trace_step(model: Module) -> ContextManager[StepTrace]:
+    """Note when the schedule of a sharded model does what.
+
+        with hyper_parallel.trace_step(model) as trace:
+            loss(model(tokens)).backward()
+        trace.save("step.json")
+
+    The file opens in https://ui.perfetto.dev. It has a row for the step's thread and one for each kind of collective,
+    named after its axis, and its tier where the topology is known. What is on a collective's row lasts from when it was
+    issued until it had been waited for. Each rank writes its own file.
+
+    While PyTorch's profiler runs its record shows the same names without a trace, and so does MindSpore's on Ascend
+    (`mstx=True`). Nothing is noted, and nothing costs time, otherwise.
+
+    Raises:
+        ConfigError: nothing in the model is sharded.
+    """
+    backend = backends.of_model(model)
+    schedules = list({id(unit.schedule): unit.schedule for unit in units_of(backend, model)}.values())
+    return trace_schedules(backend, model, schedules)
 
 
 def restore(model: Module) -> Module:

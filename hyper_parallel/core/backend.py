@@ -506,6 +506,12 @@ class Training(Protocol):
     ) -> None:
         """One optimizer step with `gradients`, which belong to `parameters` in order."""
 
+    def is_profiled(self) -> bool:
+        """Tell whether the framework's profiler is recording now."""
+
+    def profiler_range(self, name: str) -> ContextManager[None]:
+        """What runs inside is called `name` in the profiler's record."""
+
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, reduction: str = "mean", ignore_index: int = -100
     ) -> Tensor:

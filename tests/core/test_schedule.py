@@ -391,8 +391,7 @@ def test_a_module_whose_outputs_can_not_be_watched_stays_gathered_until_the_sett
 def test_a_schedule_goes_on_with_what_a_unit_has_gathered_on_its_own():
     engine, model = flat(layers="1")
     other = Engine()
-    other.runtime = other.schedule._runtime = engine.runtime
-    other.schedule.gathers._runtime = engine.runtime
+    other.runtime = other.schedule.runtime = engine.runtime
     unit = model.calls[0].unit
     other.schedule.gathers.fetch(unit)
     other.schedule.gathers.keep(unit)

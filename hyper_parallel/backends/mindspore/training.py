@@ -7,11 +7,13 @@ kernel.
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from contextlib import contextmanager
+from typing import Any, Iterator, Sequence
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore.experimental import optim
+from mindspore.profiler import mstx
 
 from hyper_parallel.core.backend import LocatedTargets
 
@@ -52,6 +54,21 @@ def apply_gradients(optimizer: Any, parameters: Sequence[Parameter], gradients: 
     optimizer(tuple(ms.mutable(_or_zeros(g, p)) for g, p in zip(ordered, optimizer.parameters)))
     for tensor, value in kept:
         ops.assign(tensor, value)
+
+
+def is_profiled() -> bool:
+    """See `core.backend.Training`. The profiler records ranges on Ascend only, when it is asked to (`mstx=True`)."""
+    return bool(mstx.enable) and ms.get_context("device_target") == "Ascend"
+
+
+@contextmanager
+def profiler_range(name: str) -> Iterator[None]:
+    """See `core.backend.Training`."""
+    number = mstx.range_start(name)
+    try:
+        yield
+    finally:
+        mstx.range_end(number)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean", ignore_index: int = -100) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from typing import ContextManager, Sequence
 
 import torch
 from torch.nn import Parameter
@@ -38,6 +38,16 @@ def apply_gradients(
         parameter.grad = gradient
     optimizer.step()
     optimizer.zero_grad()
+
+
+def is_profiled() -> bool:
+    """See `core.backend.Training`."""
+    return torch.autograd._profiler_enabled()
+
+
+def profiler_range(name: str) -> ContextManager[None]:
+    """See `core.backend.Training`."""
+    return torch.profiler.record_function(name)
 
 
 def cross_entropy(

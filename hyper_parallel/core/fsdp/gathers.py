@@ -12,7 +12,7 @@ class Gathers:
     """Full parameters come and go here. A buffer is never freed while a collective fills it."""
 
     def __init__(self, runtime: Runtime):
-        self._runtime = runtime
+        self.runtime = runtime
         self._coming: dict[ScheduledUnit, None] = {}  # issued, not waited for; in order, as all ranks wait alike
         self._readable: dict[ScheduledUnit, None] = {}
         self._ahead: set[ScheduledUnit] = set()  # fetched for a use that has not come yet
@@ -32,7 +32,7 @@ class Gathers:
     def fetch(self, unit: ScheduledUnit) -> None:
         """Start gathering, if need be."""
         if unit not in self._readable and unit not in self._coming:
-            self._runtime.issue_gather(unit)
+            self.runtime.issue_gather(unit)
             self._coming[unit] = None
 
     def fetch_ahead(self, units: Iterable[ScheduledUnit]) -> None:
@@ -58,7 +58,7 @@ class Gathers:
         if unit in self._readable or unit in self._shrunk:
             self._readable.pop(unit, None)
             self._shrunk.pop(unit, None)
-            self._runtime.free(unit)
+            self.runtime.free(unit)
         self._kept.discard(unit)
         if unit in self._ahead:
             self._ahead.discard(unit)
@@ -71,7 +71,7 @@ class Gathers:
             del self._readable[unit]
             self._kept.discard(unit)
             self._shrunk[unit] = None
-            self._runtime.shrink(unit)
+            self.runtime.shrink(unit)
 
     def free_unused(self) -> None:
         """Free what was fetched ahead for a use that did not come."""
@@ -111,5 +111,5 @@ class Gathers:
     def _arrive(self, unit: ScheduledUnit) -> None:
         if unit in self._coming:
             del self._coming[unit]
-            self._runtime.wait_gather(unit)
+            self.runtime.wait_gather(unit)
             self._readable[unit] = None

@@ -97,6 +97,11 @@ class ShardedParameter:
         """What modules see in the place of the full parameter."""
         return full if self.shown is None else self.shown(full)
 
+    @property
+    def buffer_key(self) -> tuple:
+        """What has to be alike for gradients to lie in one buffer and be summed together."""
+        return self.sum_group.ranks, self.reduced_dtype, self.spec.dtype, self.offload
+
     def full(self) -> Tensor:
         """The full parameter as a fresh tensor without history. Read it only while it is gathered."""
         if self._buffer is None:

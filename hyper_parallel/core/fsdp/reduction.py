@@ -52,8 +52,7 @@ class UnitReduction:
         """The parameters, by index, that share dtypes and the ranks over which they are summed."""
         together: dict[tuple, list[int]] = {}
         for index, each in enumerate(self.parameters):
-            kind = each.sum_group.ranks, each.reduced_dtype, each.spec.dtype, each.offload
-            together.setdefault(kind, []).append(index)
+            together.setdefault(each.buffer_key, []).append(index)
         return together.values()
 
     def _allocate(self, members: Sequence[int]) -> None:

@@ -143,6 +143,15 @@ class Schedule:
         """What carries the events out."""
         return self._runtime
 
+    @runtime.setter
+    def runtime(self, runtime: Runtime) -> None:
+        self._runtime = self.gathers.runtime = runtime
+
+    @property
+    def order(self) -> list[ScheduledUnit]:
+        """The units in the order in which the last forward of the root entered them, each once; none before one."""
+        return list(dict.fromkeys(self._entered))
+
     def _forget_backward(self) -> None:
         self.backward_number += 1
         self._armed = False

@@ -15,6 +15,7 @@ from hyper_parallel.core.fsdp.parameter import ShardedParameter, ranks_with_samp
 from hyper_parallel.core.fsdp.reduction import UnitReduction
 from hyper_parallel.core.fsdp.runtime import BackendRuntime
 from hyper_parallel.core.fsdp.schedule import Schedule, Settings
+from hyper_parallel.core.fsdp.trace import show_in_profiler
 from hyper_parallel.core.mesh import DeviceMesh
 
 _ATTRIBUTE = "_hyper_parallel_unit"
@@ -186,6 +187,7 @@ class Unit:
     def _enter(self, module: Module, args: tuple, kwargs: dict) -> None:
         schedule = self.schedule
         if self._below is not None and not self.backend.autograd.in_backward():
+            show_in_profiler(self.backend, schedule)
             broken = schedule.before_root_forward()
             for unit in self._below:
                 unit.reset(broken)
