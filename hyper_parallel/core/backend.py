@@ -571,6 +571,18 @@ class Interception(Protocol):
     def watch_gradient(self, tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
         """Call back in backward with the gradient of a tensor that takes part, when it is complete."""
 
+    def own_backward(self, tensor: Tensor) -> str:
+        """The function with a backward of its own, written in Python, that has made a tensor; "" where none has."""
+
+    def way_to_rule(self, function: str) -> str:
+        """What to write so that a rule can be registered for such a function, or it is not needed; "" where there is no
+        way."""
+
+    def follow_backward(self, tensor: Tensor, made: Callable[[str], Any]) -> None:
+        """Where a followed tensor comes out of a function with a backward of its own, follow that backward, once for
+        each call of the function. `made` gives, for its name, the `core.validation.backward.OwnBackward` that is told;
+        where the framework hides such a backward, it is told to refuse."""
+
 
 class Randomness(Protocol):
     """The framework's default generators, of the host and of this process's device: what its dropout draws from."""

@@ -36,6 +36,17 @@ def test_gradients_are_those_of_plain_tensors(pool):
     assert seen == [(3, 4)]
 
 
+def test_functions_with_a_backward_of_their_own_are_refused_by_name(pool):
+    [(function, cell)] = pool("mindspore", 1).run(validation_bodies.own_backwards)
+    vouching = "legal: regions: [{match: model.mlp, kind: opaque}] among the overrides, which is trusted"
+    assert function.startswith("model.mlp.up: add: it uses what Doubled returns, a function with a backward of its own")
+    assert function.endswith(vouching)
+    assert "it uses what a cell's bprop returns, a function with a backward of its own" in cell
+    assert cell.endswith(
+        f"{vouching}; or where it is a recomputation's, recompute(use_reentrant=False), which is followed"
+    )
+
+
 def test_a_plan_holds_without_devices(pool):
     [told] = pool("mindspore", 1).run(validation_bodies.on_zeros)
     assert told == [((0, 3), 11, True, ()), ((0, 3), 13, True, ())]

@@ -4,7 +4,8 @@ import copy
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint, nn, ops
+from mindspore.common._grad_function import _Function
 
 import hyper_parallel as hp
 from hyper_parallel.core.errors import ContractError
@@ -112,6 +113,49 @@ def gradients(backend):
 
     found, expected = gradient(Followed(backend)), gradient(None)
     return np.array_equal(found, expected), seen
+
+
+class Doubled(_Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class DoubledCell(nn.Cell):
+    """The same as a cell."""
+
+    def construct(self, x):
+        return x * 2
+
+    def bprop(self, x, result, gradient):
+        return (gradient * 2,)
+
+
+def own_backwards(backend):
+    """What is said of functions whose backward nobody sees, by the boundary and by the next operator."""
+    weight = ms.Parameter(tensor(3, 4), name="weight")
+    told = []
+    for function in (Doubled.apply, DoubledCell()):
+
+        def loss(function=function):
+            follow = Followed(backend)
+            follow.watch.boundary_modules = frozenset({"model.mlp"})
+            follow.watch.running.append("model.mlp.up")
+            made = function(follow(weight * 1.0, cut(0)))
+            return backend.interception.plain(made + follow(tensor(3, 4), cut(0)))
+
+        try:
+            ms.value_and_grad(lambda: loss().sum(), None, weights=[weight])()
+        except ContractError as error:
+            told.append(str(error))
+            backend.autograd.value_and_grad(lambda: (weight * 1.0).sum(), [weight])()
+    return told
 
 
 def on_zeros(backend):

@@ -12,10 +12,12 @@ from typing import Any, Callable
 
 from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
+from mindspore.common._grad_function import _Function
 
 from hyper_parallel.backends.mindspore.autograd import grad_enabled, in_backward
 from hyper_parallel.backends.mindspore.operators import canonical
 from hyper_parallel.backends.mindspore.tensors import to_numpy
+from hyper_parallel.core.validation.backward import OwnBackward
 from hyper_parallel.core.validation.classes import instances, under
 from hyper_parallel.core.validation.watch import REFUSALS, Track
 
@@ -25,6 +27,8 @@ class FollowedTensor(Tensor):
 
     has_init = False
     _track: Track
+    _is_recorded: bool
+    """Followed while operations were recorded: who followed it knows what is behind it."""
 
     def __fallback__(self, operator: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(operator, operator, args, kwargs or {})
@@ -95,6 +99,7 @@ def follow(tensor: Tensor, track: Track) -> Tensor:
     """See `core.backend.Interception`. It is the tensor itself."""
     tensor.__class__ = FollowedTensor
     tensor._track = track
+    tensor._is_recorded = grad_enabled()
     return tensor
 
 
@@ -126,6 +131,29 @@ def is_zero(tensor: Tensor) -> bool:
 def watch_gradient(tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
     """See `core.backend.Interception`."""
     tensor.register_hook(lambda gradient: callback(plain(gradient)))
+
+
+def own_backward(tensor: Tensor) -> str:
+    """See `core.backend.Interception`: a `_Function`, or a cell with a `bprop`."""
+    node = tensor._grad_node
+    if isinstance(node, _Function):
+        return type(node).__qualname__
+    return _BPROP if node is not None and node.name() == "CellCustomBackward" else ""
+
+
+_BPROP = "a cell's bprop"
+
+
+def way_to_rule(function: str) -> str:
+    """See `core.backend.Interception`. There is no way; but `recompute()` is a `bprop` too, and can do without."""
+    return "where it is a recomputation's, recompute(use_reentrant=False), which is followed" * (function == _BPROP)
+
+
+def follow_backward(tensor: Tensor, made: Callable[[str], OwnBackward]) -> None:
+    """See `core.backend.Interception`. MindSpore hands a `bprop` other tensors than are followed, so it is refused;
+    what comes out of a `_Function` is not followed at all, unless it is one of ours."""
+    if not tensor._is_recorded and own_backward(tensor) == _BPROP:
+        made(_BPROP).refuse(tensor)
 
 
 def _run(operator: Any, function: Callable, args: tuple, kwargs: dict, *more: Any) -> Any:

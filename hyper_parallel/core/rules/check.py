@@ -29,7 +29,7 @@ from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.rules.call import Argument, call_of
-from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, cut
+from hyper_parallel.core.rules.state import COPIED, PARTIAL, WHOLE, State, cut, gradient_of
 from hyper_parallel.core.rules.table import RuleError, flows, infer
 
 AXIS = "tensor"
@@ -181,21 +181,14 @@ class _Whole:
         found = []
         for rank, part in enumerate(parts):
             weights = [
-                None if weight is None else _part(weight, _of_gradient(state), rank, len(parts))
+                None if weight is None else _part(weight, gradient_of(state), rank, len(parts))
                 for weight, state in zip(self.weights, results)
             ]
             found.append(self.program.gradients(part, weights))
         return all(
-            whole is None or _makes([each[place] for each in found], whole, _of_gradient(state))
+            whole is None or _makes([each[place] for each in found], whole, gradient_of(state))
             for place, (whole, state) in enumerate(zip(self.gradients, states))
         )
-
-
-def _of_gradient(state: State) -> State:
-    """The state of the gradient of a tensor in this state."""
-    if state.is_partial:
-        return WHOLE
-    return PARTIAL if state.pending else WHOLE if state.is_replicate else state
 
 
 def _layout(shape: Sequence[int], state: State, ranks: int) -> Layout:

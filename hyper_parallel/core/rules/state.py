@@ -108,6 +108,13 @@ def without_gradient(state: State) -> State:
     return replace(state, pending=False) if state.pending else state
 
 
+def gradient_of(state: State) -> State:
+    """The state of the gradient of a tensor in this state."""
+    if state.is_partial:
+        return WHOLE
+    return PARTIAL if state.pending else WHOLE if state.is_replicate else state
+
+
 WHOLE = State()
 """The same on every rank, and its gradient too."""
 

@@ -96,6 +96,8 @@ class CheckedCrossing:
 
     def _check(self, tensor: Tensor, expected: tuple[State, ...]) -> None:
         track = self._watch.track_of(tensor)
+        if track is None:
+            self._watch.check_no_part(f"the {self._side}", tensor)
         states = self._watch.whole if track is None else track.states
         takes_part = track is not None and self._watch.takes_part(tensor, track)
         for axis, found, wanted in zip(self._watch.axes, states, expected):

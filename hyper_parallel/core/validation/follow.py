@@ -60,6 +60,7 @@ class Following(Maker):
             name_of=self._name_of,
             agreement=self._agreement,
             outside=self._outside,
+            boundary_modules=frozenset(facts.boundaries),
         )
         self.domains = Domains(facts)
         if axes:

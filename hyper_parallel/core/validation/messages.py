@@ -32,10 +32,26 @@ def place(module: str) -> str:
     return module or "outside of the model's modules"
 
 
-def operator_error(module: str, op: str, error: RuleError, found: Sequence[Found]) -> ContractError:
-    """An operator that would be wrong on what it was given, or that has no rule."""
+def operator_error(
+    module: str, op: str, error: RuleError, found: Sequence[Found], within: str = "", instead: str = ""
+) -> ContractError:
+    """An operator that would be wrong on what it was given, or that has no rule. `within` names the backward of the
+    model's code in which it runs, and `instead` is what to write where that can't be followed."""
     along = f" over {error.axis}" if error.axis else ""
-    return _error(f"{place(module)}: {op}{along}: {error.reason}", found, error.legal)
+    where = f"{place(module)}, in {within}" if within else place(module)
+    return _error(f"{where}: {op}{along}: {error.reason}", found, "; or ".join(filter(None, [error.legal, instead])))
+
+
+def own_backward_error(module: str, which: str, problem: str, found: Found, origin: str, instead: str) -> ContractError:
+    """A backward of the model's code, `which`, gives a gradient that lies otherwise than its argument asks for."""
+    legal = "; or ".join(filter(None, ["a plan that sums up what is a part on each rank", instead]))
+    return _error(f"{place(module)}: {which}: {problem}", [found], legal, *filter(None, [origin]))
+
+
+def vouching(around: str, way_to_rule: str) -> str:
+    """What to write for code that can't be followed: the boundary at `around` vouches for it, or a rule does."""
+    opaque = f"regions: [{{match: {around}, kind: opaque}}] among the overrides, which is trusted" if around else ""
+    return "; or ".join(filter(None, [opaque, way_to_rule])) or "operators that are followed in its place"
 
 
 def framework_error(module: str, op: str, error: Exception, found: Sequence[Found]) -> ContractError:
@@ -47,9 +63,17 @@ def framework_error(module: str, op: str, error: Exception, found: Sequence[Foun
     )
 
 
-def untracked_error(module: str, op: str, shape: tuple[int, ...], name: str | None) -> ContractError:
-    """A tensor takes part in autograd, and nothing is known of how it lies."""
+def untracked_error(
+    module: str, op: str, shape: Sequence[int], name: str | None, function: str = "", instead: str = ""
+) -> ContractError:
+    """A tensor takes part in autograd, and nothing is known of how it lies. `name` says that it is a parameter;
+    `function` that a function with a backward of its own has made it, where `instead` is what to write."""
     what = f"the parameter {name}" if name else f"a tensor of shape {list(shape)} that asks for a gradient"
+    if function:
+        return ContractError(
+            f"{place(module)}: {op}: it uses what {function} returns, a function with a backward of its own, that "
+            f"nobody has followed\n  legal: {instead}"
+        )
     return ContractError(
         f"{place(module)}: {op}: it uses {what}, which the plan does not follow, so nobody knows whether its gradient "
         "is a part on each rank\n"

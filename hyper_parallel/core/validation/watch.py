@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any, Callable, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.execution.facts import is_in
 from hyper_parallel.core.rules.call import Argument, Call, apart, call_of
 from hyper_parallel.core.rules.random import draws
-from hyper_parallel.core.rules.state import WHOLE, State, without_gradient
+from hyper_parallel.core.rules.state import WHOLE, State, gradient_of, without_gradient
 from hyper_parallel.core.rules.table import RuleError, infer
 from hyper_parallel.core.validation.agreement import Agreement
+from hyper_parallel.core.validation.backward import OwnBackward
 from hyper_parallel.core.validation.draws import Draws
 from hyper_parallel.core.validation.messages import (
     PARAMETER,
@@ -25,6 +27,7 @@ from hyper_parallel.core.validation.messages import (
     start_error,
     untracked_error,
     values_error,
+    vouching,
 )
 from hyper_parallel.core.validation.outside import Outside
 
@@ -48,6 +51,10 @@ class Track:
         self.states = states
         self.origin = origin
         self.live = live
+
+    def of_gradient(self) -> Track:
+        """What the gradient of the tensor carries."""
+        return Track(self.watch, tuple(map(gradient_of, self.states)), self.origin, live=False)
 
     def __deepcopy__(self, memo: dict) -> Track:
         return self
@@ -76,6 +83,8 @@ class Watch:
     outside: Outside | None = None
     draws: Draws | None = None
     """What looks after random numbers; None where nothing tells how ranks draw."""
+    boundary_modules: frozenset[str] = frozenset()
+    """The modules at which boundaries are."""
     operators: int = 0
     """How many calls of operators have been followed."""
     dtypes: set[str] = field(default_factory=set)
@@ -93,12 +102,13 @@ class Watch:
         """The module that is running, "" outside of the model."""
         return self.running[-1] if self.running else ""
 
-    def infer(self, op: str, arguments: Mapping[str, Any]) -> list[Track]:
+    def infer(self, op: str, arguments: Mapping[str, Any], within: OwnBackward | None = None) -> list[Track]:
         """How each tensor lies that an operator returns.
 
         Args:
             op: its canonical name.
             arguments: its arguments by canonical name, tensors as they are.
+            within: the backward of the model's code in which it runs, if there is one.
 
         Raises:
             ContractError: the operator would be wrong, or has no rule.
@@ -112,7 +122,7 @@ class Watch:
         except RuleError as error:
             states = self._second_look(op, arguments, call)
             if states is None:
-                raise operator_error(self.module, op, error, self._found(call, seen)) from None
+                raise self._operator_error(op, error, self._found(call, seen), within) from None
             live = live and self.backend.autograd.grad_enabled()
         if self.draws is not None and draws(op, arguments):
             self.draws.check(self.module, op, self._alike(call, states))
@@ -159,8 +169,10 @@ class Watch:
         return Found(name, tuple(tensor.shape), lies, track.origin if track else "")
 
     def takes_part(self, tensor: Tensor, track: Track) -> bool:
-        """Tell whether a gradient flows to a followed tensor, or would if operations were recorded."""
+        """Tell whether a gradient flows to a followed tensor, or would if operations were recorded. What comes out of a
+        function with a backward of its own is looked at there."""
         autograd = self.backend.autograd
+        self.backend.interception.follow_backward(tensor, partial(OwnBackward, self))
         return autograd.takes_part(tensor) if autograd.grad_enabled() else track.live
 
     def _call(
@@ -177,7 +189,8 @@ class Watch:
             if track is not None:
                 part, states = self.takes_part(value, track), track.states
             else:
-                part, states = self._no_part(op, value), self._repeated(value) if look else self.whole
+                self.check_no_part(op, value)
+                part, states = False, self._repeated(value) if look else self.whole
             dtype = tensors.dtype_name(value)
             if part and "float" in dtype:
                 self.dtypes.add(dtype)
@@ -213,12 +226,24 @@ class Watch:
         interception = self.backend.interception
         return (State(same=interception.repeated_dims(tensor), zero=interception.is_zero(tensor)),) * len(self.axes)
 
-    def _no_part(self, op: str, tensor: Tensor) -> bool:
-        """False: what is not followed takes no part in autograd, else nobody would know how its gradient lies."""
+    def check_no_part(self, what: str, tensor: Tensor) -> None:
+        """Raise `ContractError` where a tensor that is not followed takes part in autograd: nobody would know how its
+        gradient lies. `what` is where it is used."""
         autograd = self.backend.autograd
         if autograd.grad_enabled() and autograd.takes_part(tensor):
-            raise untracked_error(self.module, op, tuple(tensor.shape), self.name_of(tensor))
-        return False
+            function = self.backend.interception.own_backward(tensor)
+            instead = self.vouching(self.module, function)
+            raise untracked_error(self.module, what, tensor.shape, self.name_of(tensor), function, instead)
+
+    def vouching(self, module: str, function: str) -> str:
+        """What to write where nobody can follow a function, "" for a hook, that `module` calls."""
+        around = max((each for each in self.boundary_modules if is_in(module, each)), key=len, default="")
+        return vouching(around, self.backend.interception.way_to_rule(function) if function else "")
+
+    def _operator_error(self, op: str, error: RuleError, found: list[Found], within: OwnBackward | None) -> Exception:
+        if within is None:
+            return operator_error(self.module, op, error, found)
+        return operator_error(within.module, op, error, found, within.which, within.instead)
 
     def _found(self, call: Call, seen: Sequence[tuple[Argument, Tensor]]) -> list[Found]:
         """The tensors of a call by the names of its arguments."""
