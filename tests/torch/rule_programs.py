@@ -307,6 +307,21 @@ SHAPE = {
         real(2, 2, 4, 4),
         packed=False,
     ),
+    "heads grouped by keys, one on each rank": of(
+        lambda x: x.view(x.shape[0], x.shape[1] // 2, 2, *x.shape[2:]), real(2, 4, 4, 2), packed=False
+    ),
+    "heads behind tokens grouped by keys, one on each rank": of(
+        lambda x: x.view(*x.shape[:2], x.shape[2] // 2, 2, x.shape[3]), real(2, 4, 4, 2), packed=False
+    ),
+    "heads unflattened by keys, one on each rank": of(
+        lambda x: x.unflatten(1, (x.shape[1] // 2, 2)).flatten(1, 2), real(2, 4, 4, 2), packed=False
+    ),
+    "heads against the key of their group": of(
+        lambda q, k: q.view(2, q.shape[1] // 2, 2, *q.shape[2:]) @ k.unsqueeze(2).mT,
+        real(2, 4, 2, 4),
+        real(2, 2, 2, 4),
+        packed=False,
+    ),
     "broadcast_to": of(lambda x: torch.broadcast_to(x, (2, *x.shape)), real(4, 4)),
     "expand_as": of(lambda x, y: x.expand_as(y), real(4, 1), real(4, 8)),
     "repeat keys": of(

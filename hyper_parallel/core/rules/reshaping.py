@@ -134,9 +134,10 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
 
     With one head on each rank, its heads are such a dim, and so is an unsqueeze that is written as a view. In this
     order: dims up to the cut one that stay as they are keep the cut; a -1 stands for the one head; heads that a rank's
-    one key head groups stay heads, whatever tokens are merged with the group; a unit tells; rows of features become
-    samples of one token; features, the last dim, are what is split into heads; what was merged is split again, heads
-    that were merged with samples among their features too; blocks stay where they were.
+    one key head groups stay heads, whatever tokens are merged with the group, and the dim of the key head is the cut
+    one where the group gets a dim of its own; a unit tells; rows of features become samples of one token; features,
+    the last dim, are what is split into heads; what was merged is split again, heads that were merged with samples
+    among their features too; blocks stay where they were.
     """
     dim, blocks, unit = x.state.cut, x.state.blocks, x.state.unit
     old = prod(x.shape[dim + 1 :])
@@ -146,6 +147,7 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
         [each for each in places if each == (dim, blocks) and _stays(x, shape, hole)],
         [each for each in places if each == (hole, blocks) and shape[hole] == blocks],
         [each for each in plain if each == (1, blocks) and _groups_heads(x, shape)],
+        [each for each in plain if each == (dim, blocks) and _splits_heads(x, shape)],
         [each for each in plain if unit > 1 and after[each] == unit * old],
         [each for each in plain if unit == 1 and each == (2, 1) and _makes_one_token(x, shape)],
         plain if dim == x.dims - 1 > 0 else [],
@@ -160,6 +162,13 @@ def _chosen(x: Operand, shape: Shape, places: Places, hole: int | None) -> tuple
 def _groups_heads(x: Operand, shape: Shape) -> bool:
     """Tell whether heads [samples, heads, tokens, features] become [samples, 1, heads * tokens, features]."""
     return x.state.cut == 1 and x.dims == 4 and tuple(shape) == (x.shape[0], 1, prod(x.shape[1:3]), x.shape[3])
+
+
+def _splits_heads(x: Operand, shape: Shape) -> bool:
+    """Tell whether heads, of four dims with tokens beside them, get a dim of size 1 before them."""
+    dim = x.state.cut
+    put_in = (*x.shape[:dim], 1, *x.shape[dim:])
+    return x.dims == 4 and 0 < dim < 3 and tuple(shape) == put_in
 
 
 def _makes_one_token(x: Operand, shape: Shape) -> bool:
@@ -183,5 +192,7 @@ def _stays(x: Operand, shape: Shape, hole: int | None) -> bool:
     if tuple(shape[: dim + 1]) != x.shape[: dim + 1]:
         return False
     if x.state.blocks > 1:
+        if x.dims < len(shape) and dim == 0 and shape[0] == x.state.blocks and x.dims > 2:
+            return False  # one head for each sample, with which it was merged
         return x.shape[dim + 1 : dim + 2] == tuple(shape[dim + 1 : dim + 2])
     return dim > 0 or (hole is None and x.dims > 1)
