@@ -17,9 +17,16 @@ from typing import Any, Callable, ContextManager, Iterable, Iterator, Mapping, N
 
 import numpy as np
 
+from hyper_parallel.core.errors import ConfigError
+
 Tensor = Any
 Parameter = Any
 Module = Any
+
+NO_COPY = (
+    "a sharded model, or a module of it, can't be copied or pickled, this process holds only a part of it; "
+    "copy before sharding, restore first, or keep hyper_parallel.full_parameters(model)"
+)
 
 
 class Move(NamedTuple):
@@ -615,3 +622,9 @@ class Backend:
     training: Training
     interception: Interception
     randomness: Randomness
+
+    def __deepcopy__(self, memo: dict) -> Backend:
+        raise ConfigError(NO_COPY)  # what parallelize has put on a model, or on a module of it, holds this
+
+    def __reduce__(self) -> tuple:
+        raise ConfigError(NO_COPY)

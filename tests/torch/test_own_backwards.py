@@ -14,6 +14,7 @@ from torch.overrides import wrap_torch_function
 import hyper_parallel as hp
 from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.loss import planned_cross_entropy
+from hyper_parallel.core.rules import table
 from hyper_parallel.models.config import DecoderConfig
 from hyper_parallel.models.torch_decoder import Decoder, SwiGLU
 from tests.torch.test_hugging_face import close
@@ -237,7 +238,8 @@ def test_a_gradient_that_somebody_has_to_sum_up_is_missed_without_values_too():
     assert f"plan: boundary {MLP}, input hidden: after: {{tensor: replicate}}, gradient: {{}}" in str(told.value)
 
 
-def test_what_a_function_computes_unseen_is_refused_until_somebody_vouches_for_it():
+def test_what_a_function_computes_unseen_is_refused_until_somebody_vouches_for_it(monkeypatch):
+    monkeypatch.setattr(table, "_RULES", dict(table._RULES))
     model = decoder_with(Unseen.apply)
     with pytest.raises(
         ContractError, match="it uses what Unseen returns, a function with a backward of its own"

@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional as F
 
 import hyper_parallel as hp
+from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.models.config import DecoderConfig
 from hyper_parallel.models.torch_decoder import Decoder, SwiGLU
+from tests.torch import validated
 from tests.torch.all_ranks import on_all_ranks
 from tests.torch.production import LLAMA, assert_gradients_are_the_models, planned, tokens
 from tests.torch.test_hugging_face import build
@@ -116,3 +118,15 @@ def test_a_number_out_of_a_local_shape_is_seen_by_numbers_only():
     report = hp.check_gradients(decoder_with_a_number_of_its_shape, plan, {"input_ids": tokens(2, 6)})
     assert not report.refused and not report.failed and not report.ok
     assert "model.layers.0.mlp" in str(report)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_a_layer_of_a_parallel_model_is_not_copied_and_told_so(validate):
+    model = build(*LLAMA)
+
+    def body(_, own):
+        for module in (own, own.model.layers[0], own.model.layers[0].mlp):
+            with pytest.raises(ConfigError, match="a sharded model, or a module of it, can't be copied or pickled"):
+                copy.deepcopy(module)
+
+    validated.on_all_ranks(model, planned(model, {"tensor": 2}), body, validate)

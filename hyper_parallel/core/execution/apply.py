@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hyper_parallel.core.backend import Backend, HookHandle, Module
+from hyper_parallel.core.backend import NO_COPY, Backend, HookHandle, Module
 from hyper_parallel.core.errors import ConfigError, HyperParallelError
 from hyper_parallel.core.execution import checks
 from hyper_parallel.core.execution.adaptations import Adaptations
@@ -23,7 +23,6 @@ from hyper_parallel.core.fsdp.casting import cast_around
 from hyper_parallel.core.fsdp.controls import check_names
 from hyper_parallel.core.fsdp.parameter import Holding
 from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
-from hyper_parallel.core.fsdp.unit import NO_COPY
 from hyper_parallel.core.mesh import MODEL_AXES
 from hyper_parallel.core.placement import Shard
 from hyper_parallel.core.plan.fully_sharded import ROOT

@@ -10,12 +10,11 @@ import weakref
 from math import prod
 from typing import NamedTuple, Protocol, Sequence
 
-from hyper_parallel.core.backend import Backend, Module, Tensor
+from hyper_parallel.core.backend import NO_COPY, Backend, Module, Tensor
 from hyper_parallel.core.errors import ConfigError, ContractError, LayoutError
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.facts import Facts, is_in
 from hyper_parallel.core.execution.travel import Travel
-from hyper_parallel.core.fsdp.unit import NO_COPY
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import MODEL_AXES, DeviceMesh
 from hyper_parallel.core.placement import Partial, Placement, Replicate, Shard

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
-from hyper_parallel.core.backend import Backend, Group, HookHandle, Module, Tensor
+from hyper_parallel.core.backend import NO_COPY, Backend, Group, HookHandle, Module, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.accumulation import Kept
 from hyper_parallel.core.fsdp.gathers import Gathers
@@ -19,10 +19,6 @@ from hyper_parallel.core.fsdp.trace import show_in_profiler
 from hyper_parallel.core.mesh import DeviceMesh
 
 _ATTRIBUTE = "_hyper_parallel_unit"
-NO_COPY = (
-    "a sharded model can't be copied or pickled, this process holds only a part of it; "
-    "copy before sharding, restore first, or keep hyper_parallel.full_parameters(model)"
-)
 
 
 class Unit:
