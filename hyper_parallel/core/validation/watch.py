@@ -230,7 +230,7 @@ class Watch:
         """Raise `ContractError` where a tensor that is not followed takes part in autograd: nobody would know how its
         gradient lies. `what` is where it is used."""
         autograd = self.backend.autograd
-        if autograd.grad_enabled() and autograd.takes_part(tensor):
+        if self.axes and autograd.grad_enabled() and autograd.takes_part(tensor):
             function = self.backend.interception.own_backward(tensor)
             instead = self.vouching(self.module, function)
             raise untracked_error(self.module, what, tensor.shape, self.name_of(tensor), function, instead)
