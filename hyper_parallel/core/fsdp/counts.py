@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """Bytes since the unit was made, or since `reset`."""
+    """Bytes since the unit was made."""
 
     gathered: int = 0
     """What gathers have received from other ranks, padding of pieces included."""
@@ -28,7 +28,8 @@ class Counts:
     reduce_copied: int = 0
     """Copies on the way from the gradient that autograd gave to what is reduced."""
     cast: int = 0
-    """Casts of parameters before they are gathered, of gradients before and after they are reduced."""
+    """What changes its dtype: parameters before they are gathered, gradients before, while (on CPUs, where they travel
+    in the narrower dtype) or after they are reduced; as many bytes as it takes afterwards."""
     scaled: int = 0
     """Passes that do nothing but scale."""
     moved: int = 0
@@ -39,15 +40,11 @@ class Counts:
         """All bytes that were copied around collectives."""
         return self.gather_copied + self.reduce_copied
 
-    def reset(self) -> None:
-        """Begin at zero again."""
-        for each in fields(self):
-            setattr(self, each.name, 0)
-
 
 class Waits:
     """How often, and how long in seconds, this rank has waited for gathers, reduce-scatters ("scatter") and all-reduces
-    ("sum") of a tree of units: the communication that nothing hides."""
+    ("sum") of a tree of units: the communication that nothing hides. On a CPU, MindSpore's collectives are over when
+    they have been issued, so that there is nothing to see here."""
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
