@@ -181,6 +181,25 @@ def test_a_function_of_the_users_own_that_saves_a_followed_tensor_gets_its_gradi
     torch.testing.assert_close(leaf.grad, 2 * leaf.detach())
 
 
+def test_a_function_of_the_users_own_may_write_in_place(watch):
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    leaf = torch.randn(2, 4, requires_grad=True)
+    x = followed(watch, leaf * 1, cut(1))
+    out = Doubled.apply(x)
+    assert out is x and state(out) == cut(1)
+    out.sum().backward()
+    assert torch.equal(leaf.grad, torch.full((2, 4), 2.0))
+
+
 def test_a_tensor_that_asks_for_a_gradient_and_is_not_followed_is_refused(watch):
     x = part(watch, 2, 4)
     with pytest.raises(ContractError) as caught:

@@ -309,3 +309,21 @@ def test_a_rule_can_be_a_function(monkeypatch):
     (found,) = check(TORCH, torch.hypot, [MATRIX * 2], 2, [(cut(0), cut(0))])
     assert found.verdict == "right" and found.results == (cut(0),)
     infer.cache_clear()
+
+
+@torch.library.custom_op("hyper_parallel_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halved.register_autograd(lambda context, gradient: gradient / 2)
+
+
+@pytest.mark.parametrize("operator", [torch.ops.hyper_parallel_tests.halved, "hyper_parallel_tests.halved"], ids=str)
+def test_an_operator_of_a_library_is_registered_for_all_that_calls_it(monkeypatch, operator):
+    monkeypatch.setattr(table, "_RULES", dict(table._RULES))
+    hp.register_rule(operator, like="pointwise")
+    for function in (halved, torch.ops.hyper_parallel_tests.halved, torch.ops.hyper_parallel_tests.halved.default):
+        (found,) = check(TORCH, function, [MATRIX], 2, [(cut(0),)])
+        assert found.verdict == "right" and found.results == (cut(0),)
+    infer.cache_clear()

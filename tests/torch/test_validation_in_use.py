@@ -69,6 +69,39 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant):
     assert all(on_all_ranks(model, plan, body))
 
 
+class Normed(torch.autograd.Function):
+    """Code of the user's own, which saves what is cut and computes with it in backward."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        root = tensor.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        ctx.save_for_backward(tensor, root)
+        return tensor * root
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tensor, root = ctx.saved_tensors
+        return root * gradient - tensor * root**3 * (gradient * tensor).mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_functions_of_the_users_own_are_followed_where_a_checkpoint_computes_them_again(reentrant):
+    """Their forward is not recorded, as their backward is not, and runs in backward too."""
+    model, plan = qwen3_moe()
+
+    def body(backend, own):
+        own.train()
+        for layer in own.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.forward = lambda hidden, norm=norm: norm.weight * Normed.apply(hidden)
+        own.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        loss_of(backend, plan, own, IDS).backward()
+        return gradients(own)
+
+    found, expected = (on_all_ranks(model, plan, body, validate) for validate in (True, False))
+    assert all(torch.equal(one, other) for a, b in zip(found, expected) for one, other in zip(a, b))
+
+
 def test_the_loss_of_a_model_that_computes_its_own():
     model, plan = qwen3_moe()
     expected = model(input_ids=IDS, labels=IDS, use_cache=False).loss.item()

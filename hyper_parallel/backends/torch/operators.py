@@ -166,11 +166,16 @@ def canonical(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tup
         return overloaded(args, kwargs)
     if (known := OPERATORS.get(function)) is not None:
         return known.op, bind(known.parameters, args, kwargs)
-    name = resolve_name(function) or getattr(function, "__name__", repr(function))
-    for operator in (function, name):
+    name = _name(function)
+    packet = getattr(function, "overloadpacket", function)  # what is called as torch.ops.library.name
+    for operator in (function, name, packet, _name(packet)):
         if (parameters := parameters_of(operator)) is not None:
             return operator, bind(parameters, args, kwargs)
     return name, bind("", args, kwargs)
+
+
+def _name(function: Callable) -> str:
+    return resolve_name(function) or getattr(function, "__name__", repr(function))
 
 
 def _extreme(op: str, pairwise: str) -> Callable[[tuple, Mapping], tuple[str, dict]]:
