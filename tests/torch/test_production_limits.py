@@ -235,9 +235,14 @@ def work(names: list[str]) -> list[str]:
     return [name for name in names if name != "__getattr__"]
 
 
+# What may drop has hooks inside of its boundaries, where ranks begin or end to draw for themselves.
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
 def test_inside_of_boundaries_runs_what_runs_without_a_plan(family):
-    model = build(*FAMILIES[family])
+    kind, extra = FAMILIES[family]
+    model = build(kind, dict(extra) | NO_DROPOUT if family == "gpt2" else extra)
     plan = planned(model, {"tensor": 2})
     ids = tokens(2, 8)
     inner = [each.module for each in plan.boundaries if each.kind in ("attention", "mlp", "head")]
