@@ -15,7 +15,7 @@ from hyper_parallel.core.errors import ConfigError, ContractError
 from hyper_parallel.core.execution.apply import execution_of, restore
 from hyper_parallel.core.execution.inprocess import InProcessWorld
 from hyper_parallel.core.validation.agreement import Agreement
-from tests.torch.test_hugging_face import FAMILIES, build
+from tests.torch.test_hugging_face import FAMILIES, build, close
 from tests.torch.validated import differs_from, loss_of, on_all_ranks, planned, step
 
 pytestmark = pytest.mark.usefixtures("in_double_precision")
@@ -153,6 +153,50 @@ def test_two_models_in_one_process_do_not_know_of_each_other():
         return len(execution_of(own).following.watch.boundaries), len(execution_of(second).following.watch.boundaries)
 
     assert on_all_ranks(model, plan, body) == [(17, 11), (17, 11)]
+
+
+def with_embeddings_of_its_own(model: torch.nn.Module) -> torch.Tensor:
+    return model(inputs_embeds=model.get_input_embeddings()(IDS), labels=IDS, use_cache=False).loss
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_module_that_is_called_by_itself_is_followed_where_units_have_nothing_to_do(sequence_parallel):
+    model = build(*FAMILIES["llama"])
+    plan = planned(model, sequence_parallel)
+
+    def body(_, own):
+        losses = [with_embeddings_of_its_own(own) for _ in range(2)]
+        losses[0].backward()
+        return losses[1].item(), {name: each.grad for name, each in own.named_parameters()}
+
+    assert not differs_from_causal_loss(model, plan, on_all_ranks(model, plan, body))
+
+
+def differs_from_causal_loss(model: torch.nn.Module, plan: hp.ShardingPlan, results: list[tuple[float, dict]]) -> str:
+    loss = with_embeddings_of_its_own(model)
+    loss.backward()
+    for rank, (found, gradients) in enumerate(results):
+        if abs(found - loss.item()) > 1e-10 * abs(loss.item()):  # float64's rounding
+            return f"rank {rank}: the loss"
+        for name, parameter in model.named_parameters():
+            if not close(gradients[name], parameter.grad, plan.layout(name), rank):
+                return f"rank {rank}: the gradient of {name}"
+    return ""
+
+
+@pytest.mark.parametrize("axis", ["shard", "replicate"])
+def test_a_module_that_is_called_by_itself_is_stopped_where_its_unit_would_gather_or_sum_up(axis):
+    model = build(*FAMILIES["llama"])
+    plan = hp.plan(model, hp.DeviceMesh.from_sizes({axis: 2}))
+
+    def body(_, own):
+        with pytest.raises(ContractError, match="model.embed_tokens: it is called by itself, but model.embed_tokens.w"):
+            own.get_input_embeddings()(IDS)
+        own(input_ids=IDS, use_cache=False)
+        return own.get_input_embeddings()(IDS).detach()  # the unit is gathered till backward has run
+
+    expected = model.get_input_embeddings()(IDS)
+    assert all(torch.equal(found, expected) for found in on_all_ranks(model, plan, body))
 
 
 def test_an_opaque_region_runs_on_plain_tensors_and_comes_out_as_it_says():

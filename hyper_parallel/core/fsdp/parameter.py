@@ -86,7 +86,12 @@ class ShardedParameter:
     @property
     def is_served(self) -> bool:
         """False for what modules read, and autograd serves, as it is: there is nothing to gather, reduce or follow."""
-        return self.is_reduced or self.shown is not None or self._buffer is not None
+        return self.needs_unit or self.shown is not None
+
+    @property
+    def needs_unit(self) -> bool:
+        """Tell whether it is right in a forward of its unit only, which gathers it or takes its gradient."""
+        return self.is_reduced or self._buffer is not None
 
     @property
     def is_reduced(self) -> bool:

@@ -13,6 +13,7 @@ from hyper_parallel.core.execution.facts import Facts, is_in
 from hyper_parallel.core.plan.contracts import BoundaryPlan, Contract
 from hyper_parallel.core.plan.plan import ParameterPlan
 from hyper_parallel.core.validation.agreement import Agreement
+from hyper_parallel.core.validation.alone import begin_alone
 from hyper_parallel.core.validation.checked import CheckedBoundary, CheckedCrossing, Rows
 from hyper_parallel.core.validation.contracts import check_ends, contract_states
 from hyper_parallel.core.validation.declared import declared_arguments, declared_change, tables
@@ -133,7 +134,7 @@ class Following(Maker):
         for name, module in self.facts.modules.items():
             if id(module) not in seen:
                 seen.add(id(module))
-                path = _Path(self.watch, name, module)
+                path = _Path(self.watch, name, module, self.facts.model)
                 hooks.append(modules.around_forward(module, path.enter, path.leave))
         return hooks
 
@@ -153,10 +154,11 @@ class Following(Maker):
 class _Path:
     """A module's place, told to the watch while it runs."""
 
-    def __init__(self, watch: Watch, name: str, module: Module):
+    def __init__(self, watch: Watch, name: str, module: Module, model: Module):
         self._watch = watch
         self._name = name
         self._module = module
+        self._model = model
 
     def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The module begins. Where it is the outermost one, its arguments come from outside."""
@@ -167,6 +169,8 @@ class _Path:
         outside = self._watch.outside
         if not self._watch.running and outside is not None and outside.is_real:
             outside.check(self._name, named_arguments(self._module, args, kwargs))
+        if self._name and not self._watch.running:
+            begin_alone(self._watch.backend, self._model, self._name, self._module)
         self._watch.running.append(self._name)
         return args, kwargs
 

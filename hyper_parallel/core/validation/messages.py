@@ -123,6 +123,17 @@ def other_start_error(told: Sequence[str]) -> ContractError:
     )
 
 
+def alone_error(module: str, parameter: str, unit: str) -> ContractError:
+    """A module is called by itself, and its parameter is right while a unit around it runs only."""
+    around = unit or "the model itself"
+    return ContractError(
+        f"{place(module)}: it is called by itself, but {parameter} belongs to the unit of {around}, which gathers it "
+        "and sums up its gradient in its own forward only: here the code would read this rank's shard, or its gradient "
+        f"would stay that of this rank\n  legal: call {module} in the forward of {around}; what the code around the "
+        "model does with its modules can be the forward of a model that is planned in its place"
+    )
+
+
 def outside_error(where: str, what: str, problem: str, axis: str, mesh: DeviceMesh, legal: str = "") -> ContractError:
     """Ranks that compute one model were given different things, by a data loader where `legal` says nothing else."""
     dealt = " and ".join(name for name in BATCH_AXES if mesh.axis_size(name) > 1)
