@@ -37,7 +37,9 @@ GRACE_S = 2.0  # how long the others may go on after the first failure
 DEATH_HEAD_START_S = 0.5  # a death shows here later than in the collectives of its neighbours
 LOG_TAIL_LINES = 30
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}  # four ranks do not share one accelerator
+# Several ranks do not share one accelerator; a single one may have it where that is asked for (benchmarks/gpu.sh).
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+ACCELERATOR = "HYPER_PARALLEL_TEST_ACCELERATOR"
 # A collective of MindSpore fails when a rank is that late, and where cores are busy ranks are late. One that is lost is
 # noticed here anyway. Of MindSpore's log only errors are kept.
 MINDSPORE = {"MS_NODE_TIMEOUT": f"{COLLECTIVE_LIMIT_S:.0f}", "GLOG_v": "3"}
@@ -131,7 +133,8 @@ class _Worker:
     def __init__(self, backend: str, launch: Launch, log: Path):
         self.log = log
         self.connection, theirs = Pipe()
-        environment = {**os.environ, **ONE_THREAD, **ON_CPU, **(MINDSPORE if backend == "mindspore" else {})}
+        devices = {} if launch.world_size == 1 and os.environ.get(ACCELERATOR) else ON_CPU
+        environment = {**os.environ, **ONE_THREAD, **devices, **(MINDSPORE if backend == "mindspore" else {})}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         with log.open("wb") as output:
             self.process = subprocess.Popen(
