@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -70,6 +71,19 @@ def test_nothing_is_left_after_a_signal_and_what_a_kill_leaves_goes_with_the_nex
         else:
             assert not namespaces(other.pid)
     assert not namespaces(killed)
+
+
+def test_a_small_run_of_the_benchmark_sends_what_the_plan_predicts(network, tmp_path):
+    command = [sys.executable, "benchmarks/fsdp_two_tier.py", "--json", str(tmp_path / "run.json"), "--rounds", "1"]
+    command += ["--width", "64", "--layers", "2", "--vocabulary", "512", "--tokens", "16", "--slow", "2000"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "run.json").read_text())
+    # The few bytes between them: a gather sends equal pieces, and the buffer of an all-reduce is filled up to 512.
+    for tier, predicted in found["predicted"].items():
+        assert predicted <= found["received"][tier] <= 1.01 * predicted
+    assert found["copied"]["ours"] == 0 < found["copied"]["fsdp2"] and found["peak"] <= found["bound"]
 
 
 def test_it_says_why_where_it_can_not_be(monkeypatch):
