@@ -258,6 +258,28 @@ def test_inside_of_boundaries_runs_what_runs_without_a_plan(family):
             assert len(names) <= len(expected[name]), name
 
 
+def test_a_call_that_asks_for_a_balance_loss_beside_cut_experts_is_refused():
+    model = build(*FAMILIES["qwen3_moe"])
+    plan = planned(model, {"tensor": 2})
+    ids = tokens(2, 8)
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids, output_router_logits=True).loss
+
+    def body(backend, own):
+        with torch.no_grad():  # the loss itself is right
+            found = own(input_ids=ids, labels=ids, output_router_logits=True).loss
+        with pytest.raises(ConfigError, match="output_router_logits=True, whose balance loss would count 2 times"):
+            own(input_ids=ids, labels=ids, output_router_logits=True)
+        own.config.output_router_logits = True
+        with pytest.raises(ConfigError, match="called with output_router_logits=True"):
+            own(input_ids=ids, labels=ids)
+        own(input_ids=ids, labels=ids, output_router_logits=False).loss.backward()
+        return found
+
+    for found in on_all_ranks(model, plan, body):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # float32
+
+
 def test_modules_see_plain_tensors():
     model = build(*FAMILIES["qwen3_moe"])
     plan = planned(model, {"shard": 2, "tensor": 2})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyper_parallel.core.backend import Backend, Tensor
+from hyper_parallel.core.backend import Backend, Module, Tensor
+from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.execution.adaptations import Adaptations
 from hyper_parallel.core.execution.facts import Facts, is_cut, is_in
 from hyper_parallel.core.execution.loss import planned_cross_entropy
@@ -47,6 +48,32 @@ class CausalLoss:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+class NoBalanceLoss:
+    """Refuses calls for training that ask a model for its loss on routers' scores."""
+
+    def __init__(self, backend: Backend, module: Module, ranks: int):
+        self._backend = backend
+        self._config = getattr(module, "config", None)
+        self._ranks = ranks
+
+    def __call__(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments as they are.
+
+        Raises:
+            ConfigError: the call, or the configuration as it is now, asks for that loss, and operations are recorded.
+        """
+        asked = kwargs.get(BALANCE)
+        if asked is None:
+            asked = getattr(self._config, BALANCE, False)
+        if asked and self._backend.autograd.grad_enabled():
+            raise ConfigError(
+                f"the model is called with {BALANCE}=True, whose balance loss would count {self._ranks} times in the "
+                "gradient of each router where tensor cuts the experts; leave it out, or keep the experts on every "
+                "tensor rank"
+            )
+        return args, kwargs
+
+
 def find_losses(facts: Facts, found: Adaptations) -> None:
     """Have models that compute their loss themselves compute it from a part of the vocabulary.
 
@@ -54,12 +81,16 @@ def find_losses(facts: Facts, found: Adaptations) -> None:
     gradient of what they are used for, so that a gradient which is whole already would count once for each rank.
     """
     heads = [each.module for each in facts.plan.boundaries if each.kind == "head" and _is_cut(each)]
+    cut = any(is_cut(each) and each.role.startswith("expert") for each in facts.plan.parameters)
+    scored = BALANCE in config_of(facts.model)
     for name, module in facts.modules.items():
         attributes = vars(module)
-        computes = attributes.get("loss_type", "") in KINDS and "_loss_function" not in attributes
-        if computes and any(is_in(head, name) for head in heads):
+        if attributes.get("loss_type", "") not in KINDS:
+            continue
+        if cut and scored:
+            found.arguments.setdefault(name, []).append(NoBalanceLoss(facts.backend, module, facts.ranks))
+        if "_loss_function" not in attributes and any(is_in(head, name) for head in heads):
             found.show(module, "_loss_function", CausalLoss(facts.backend, facts.plan))
-    cut = any(is_cut(each) and each.role.startswith("expert") for each in facts.plan.parameters)
     if cut and config_of(facts.model).get(BALANCE):
         found.problems.append(
             f"the configuration has {BALANCE}=true, whose balance loss would count {facts.ranks} times where tensor "
