@@ -34,14 +34,14 @@ a step, when the modules run in this order:
   after forward of layers.1: free layers.1
   before backward of (root): start gather layers.1
   before backward of layers.1: wait for gather layers.1, start gather layers.0
-  after backward of layers.1: start reduce-scatter layers.1, free layers.1
+  gradients of layers.1: start reduce-scatter layers.1
   before backward of layers.0: wait for gather layers.0
-  after backward of layers.0: wait for reduce-scatter layers.1, start reduce-scatter layers.0, \
-start all-reduce layers.1, free layers.0
-  after backward of (root): wait for reduce-scatter layers.0, start reduce-scatter (root), \
-start all-reduce layers.0, free (root)
+  after backward of layers.1: free layers.1
+  gradients of layers.0: wait for reduce-scatter layers.1, start reduce-scatter layers.0, start all-reduce layers.1
+  after backward of layers.0: free layers.0
+  gradients of (root): wait for reduce-scatter layers.0, start reduce-scatter (root), start all-reduce layers.0
   settlement: wait for reduce-scatter (root), start all-reduce (root), wait for all-reduce layers.1, settle layers.1, \
-wait for all-reduce layers.0, settle layers.0, wait for all-reduce (root), settle (root)
+wait for all-reduce layers.0, settle layers.0, wait for all-reduce (root), settle (root), free (root)
 """
 
 
@@ -78,6 +78,12 @@ def test_the_trace_of_a_step_has_each_event_with_its_begin_and_end(pool, backend
                 for verb in ("issue", "wait")
             )
             assert begin <= start <= issued[2] <= waited[1] <= stop <= end + 0.1  # they are rounded
+
+
+def test_what_is_told_is_what_happens(pool, backend_name):
+    for ranks, frozen in ((2, ()), (1, ()), (2, ("layers.0", "layers.1"))):
+        told, seen = pool(backend_name, ranks).run(f"{BODIES}:told_and_seen", frozen)[0]
+        assert told == seen, (ranks, frozen)
 
 
 def test_the_profiler_of_pytorch_shows_the_events_by_name_while_it_runs(pool):

@@ -46,6 +46,24 @@ def traced(backend, sizes, path):
         return json.load(saved), len(trace.spans) - noted
 
 
+def told_and_seen(backend, frozen):
+    """The events of a step by `describe`, and those of a third step by its trace, both in their order."""
+    model, loss = build(backend, CONFIG)
+    for use in backend.modules.parameter_uses(model):
+        if use.name.startswith(tuple(frozen)):
+            use.parameter.requires_grad = False
+    shard(model, hp.DeviceMesh((backend.collectives.world_size(),), ("shard",)))
+    step = hp.value_and_grad(loss, [each for _, each in hp.trainable_parameters(model)])
+    for _ in range(2):
+        step(batch(backend, CONFIG, 0))
+    with hp.trace_step(model) as trace:
+        step(batch(backend, CONFIG, 0))
+    _, _, told = hp.describe(model).partition("in this order:\n")
+    told = [event for line in told.strip().splitlines() for event in line.split(": ", 1)[1].split(", ")]
+    seen = [span.name for span in sorted(trace.spans, key=lambda span: span.start) if span.row == "step"]
+    return told, [name.replace("issue ", "start ").replace("wait ", "wait for ") for name in seen]
+
+
 def profiled(backend, sizes):
     """The names in PyTorch's profile of a step; and whether events were shown to it before, in and after that step."""
     from torch.profiler import ProfilerActivity, profile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from hyper_parallel.core.backend import Group
@@ -101,6 +102,9 @@ class _StandIn:
     reshard_after_backward: bool
     unshard_in_backward: bool
     accumulation: str
+    is_recorded: bool
+    """Its module's backward is followed; where no parameter needs it, it is not."""
+    has_gradients: bool
     forward_prefetch: list[_StandIn] = field(default_factory=list)
     backward_prefetch: list[_StandIn] = field(default_factory=list)
 
@@ -155,6 +159,8 @@ def _stand_ins(order: Sequence[Unit]) -> list[_StandIn]:
             unit.reshard_after_backward,
             unit.unshard_in_backward,
             unit.accumulation,
+            any(each.is_served for each in unit.parameters),
+            bool(unit.trainable()),
         )
         for unit in order
     }
@@ -177,19 +183,30 @@ def _told_step(schedule: Schedule, told: _Told, units: Sequence[_StandIn]) -> It
     for unit in others:
         schedule.before_forward(unit)
         yield from line(f"before forward of {_name(unit)}")
-        schedule.after_forward(unit, recording=True)
+        schedule.after_forward(unit, unit.is_recorded)
         yield from line(f"after forward of {_name(unit)}")
-    schedule.after_forward(root, recording=True)
+    schedule.after_forward(root, root.is_recorded)
     schedule.after_root_forward(recording=True)
     yield from line(f"after forward of {_name(root)}")
-    schedule.before_backward(root)
-    yield from line(f"before backward of {_name(root)}")
-    for unit in [*reversed(others), root]:
-        if unit is not root:
-            schedule.before_backward(unit)
-            yield from line(f"before backward of {_name(unit)}")
-        schedule.gradients_ready(_StandInReduction(unit, unit.accumulation))
+    backward = [unit for unit in reversed(others) if unit.is_recorded]
+    if root.is_recorded:
+        schedule.before_backward(root)
+        yield from line(f"before backward of {_name(root)}")
+    if backward:
+        schedule.before_backward(backward[0])
+        yield from line(f"before backward of {_name(backward[0])}")
+    for unit, following in zip_longest(backward, backward[1:]):
+        if unit.has_gradients:
+            schedule.gradients_ready(_StandInReduction(unit, unit.accumulation))
+        yield from line(f"gradients of {_name(unit)}")
+        if following is not None:  # the gradient that leaves one module is what reaches the next
+            schedule.before_backward(following)
+            yield from line(f"before backward of {_name(following)}")
         schedule.after_backward(unit)
         yield from line(f"after backward of {_name(unit)}")
-    schedule.end_of_backward()
+    if root.is_recorded and root.has_gradients:
+        schedule.gradients_ready(_StandInReduction(root, root.accumulation))
+        yield from line(f"gradients of {_name(root)}")
+    if any(unit.has_gradients for unit in units):
+        schedule.end_of_backward()
     yield from line("settlement")
