@@ -89,9 +89,14 @@ class ShardedParameter:
         return self.needs_unit or self.shown is not None
 
     @property
+    def is_gathered(self) -> bool:
+        """Tell whether modules see a buffer that is filled and emptied, not the parameter's own memory."""
+        return self._buffer is not None
+
+    @property
     def needs_unit(self) -> bool:
         """Tell whether it is right in a forward of its unit only, which gathers it or takes its gradient."""
-        return self.is_reduced or self._buffer is not None
+        return self.is_reduced or self.is_gathered
 
     @property
     def is_reduced(self) -> bool:

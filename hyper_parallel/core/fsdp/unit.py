@@ -49,6 +49,7 @@ class Unit:
         self.part_group: Group | None = None
         """The ranks that gather again after a forward that has kept a part; None where everything is kept or freed."""
         self.needs_reduction = any(each.is_reduced for each in self.parameters)
+        self._is_gathered = any(each.is_gathered for each in self.parameters)
         self._is_summed = any(each.sum_group.size > 1 for each in self.parameters)
         self.reshard_after_backward = True
         self.unshard_in_backward = True
@@ -194,7 +195,8 @@ class Unit:
             schedule.gathers.have(self)
         recording = bool(self._served) and self.backend.autograd.grad_enabled()
         if recording and self._call_of_pass is None:
-            self._call_of_pass = _Call(self, (args, kwargs))
+            # Where nothing is gathered there is no memory to give back when the inputs are reached.
+            self._call_of_pass = _Call(self, (args, kwargs) if self._is_gathered else ())
         self._calls.append(self._call_of_pass if recording else None)
         self.show()
 
