@@ -36,13 +36,18 @@ def namespaces(owner: int) -> list[str]:
     return [line for line in listed.splitlines() if line.startswith(f"hp2t{owner}n")]
 
 
+def fastest(found, axis):
+    """Seconds of the fastest all-reduce. Each lasts as long as for the rank that came first to it."""
+    return min(max(times) for times in zip(*(each[axis][1] for each in found)))
+
+
 def test_the_tiers_carry_right_sums_at_their_own_speeds(network):
     found = run(network, two_tier_bodies.sums_and_times, timeout_s=60)
+    alone = BYTES * 8 / (SLOW * 1e6)  # seconds: of two ranks, each sends the size of the buffer
+    assert fastest(found, "replicate") > 0.95 * alone > fastest(found, "shard")  # 2 % of it may go out at once
     for rank, each in enumerate(found):
         inside, across = each["shard"], each["replicate"]
         assert inside[0] == {0: 1, 1: 5}[rank // 2] and across[0] == {0: 2, 1: 4}[rank % 2]
-        alone = BYTES * 8 / (SLOW * 1e6)  # of two ranks, each sends the size of the buffer
-        assert across[1] > 0.95 * alone > inside[1]  # what may go out at once is 2 % of it
         # Headers, acknowledgements of what is received and the barriers come on top of three buffers.
         assert 3 * BYTES < inside[2]["fast"] < 3.3 * BYTES and inside[2]["slow"] < 0.01 * BYTES
         assert 3 * BYTES < across[2]["slow"] < 3.3 * BYTES and across[2]["fast"] < 0.01 * BYTES
