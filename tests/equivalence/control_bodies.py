@@ -1,5 +1,7 @@
 """Bodies of `test_fsdp_controls.py`: what can be asked of units, and what can be said to `fully_shard`."""
 
+from unittest import mock
+
 import numpy as np
 
 import hyper_parallel as hp
@@ -88,6 +90,29 @@ def unreached_at_last(backend):
         for (name, p), g in zip(parameters, found)
         if name.startswith("layers.1")
     )
+
+
+def frozen_since(backend, sizes, kind, names):
+    """Some parameters are frozen between a micro-batch and the last one: their gradients are those of the first.
+    Returns the worst error, and whether anything is kept afterwards."""
+    config, model, loss, whole, whole_loss = built(backend, ToyConfig(calls=(0, 1)), hp.DeviceMesh.from_sizes(sizes))
+    parameters, rank = hp.trainable_parameters(model), backend.collectives.rank()
+    wanted = mean_over_ranks(backend, config, whole, whole_loss, [0])
+    (model.set_requires_gradient_sync if kind == "none" else model.set_requires_all_reduce)(False)
+    gradients_of(backend, parameters, loss, batch(backend, config, rank))
+    model.set_requires_gradient_sync(True)
+    chosen = [(name, p) for name, p in parameters if name.startswith(names)]
+    for _, each in chosen:
+        each.requires_grad = False
+    rest = [each for each in parameters if all(each[1] is not other for _, other in chosen)]
+    with mock.patch.object(backend.autograd, "deliver", wraps=backend.autograd.deliver) as deliver:
+        gradients_of(backend, rest, loss, batch(backend, config, 10 + rank))
+    delivered = {id(call.args[0]): call.args[1] for call in deliver.call_args_list}
+    errors = [
+        worst(backend.tensors.to_numpy(delivered[id(p)]), hp.layout_of(p).shard(wanted[name], rank))
+        for name, p in chosen
+    ]
+    return max(errors), any(unit.kept for unit in units_of(backend, model))
 
 
 def prefetched(backend, setting):
@@ -188,6 +213,30 @@ def unsharded_by_hand(backend):
         error = compare(backend, config, model, loss, whole, whole_loss)
         seen.append((shapes, error, held(model, backend)))
     return seen
+
+
+def restored_while_unsharding(backend):
+    """`restore` comes between `unshard` and `wait`: the module's shape and error then, and what `unshard` says."""
+    config, model, loss, _, whole_loss = built(backend)
+    block = model.layers[0]
+    unit, handle = hp.fully_sharded(block), block.unshard(async_op=True)
+    hp.restore(model)
+    handle.wait()
+    values = [backend.tensors.to_numpy(each(batch(backend, config, 0))) for each in (loss, whole_loss)]
+    try:
+        unit.unshard()
+    except hp.ConfigError as error:
+        return tuple(block.up.shape), abs(values[0] - values[1]), str(error)
+
+
+def cast_since(backend):
+    """What the forward says of a model that has been cast after it was sharded; PyTorch casts in place."""
+    config, model, loss, _, _ = built(backend)
+    model.float()
+    try:
+        loss(batch(backend, config, 0))
+    except hp.ConfigError as error:
+        return str(error)
 
 
 def factor_and_hook(backend, sizes):

@@ -29,6 +29,16 @@ def test_what_only_an_earlier_micro_batch_reached_is_reduced_with_the_last(pool,
     assert max(pool(backend_name, 2).run(f"{BODIES}:unreached_at_last")) < BOUND
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kind", "names"),
+    [(FSDP, "none", "layers.1.up"), (FSDP, "none", "layers.1."), (HSDP, "scatter", "layers.1.up")],
+    ids=["a part of a unit", "a unit", "shards"],
+)
+def test_what_is_frozen_since_is_reduced_with_the_last(pool, backend_name, sizes, kind, names):
+    for error, keeps in pool(backend_name, ranks_of(sizes)).run(f"{BODIES}:frozen_since", sizes, kind, names):
+        assert error < BOUND and not keeps
+
+
 @pytest.mark.parametrize("setting", [(0, 0), (3, 2), "lists"], ids=str)
 def test_prefetch_changes_no_gradient(pool, backend_name, setting):
     for error, unused in pool(backend_name, 2).run(f"{BODIES}:prefetched", setting):
@@ -60,6 +70,17 @@ def test_a_unit_is_gathered_and_freed_by_hand(pool, backend_name):
         for shapes, error, left in seen:
             assert shapes == [part, part, (7, 3), part]
             assert error < BOUND and left == 0
+
+
+def test_what_is_restored_is_not_unsharded_any_more(pool, backend_name):
+    for shape, error, message in pool(backend_name, 2).run(f"{BODIES}:restored_while_unsharding"):
+        assert shape == (7, 3) and error == 0
+        assert "the model was restored" in message
+
+
+def test_a_model_that_was_cast_since_says_what_to_do_instead(pool):
+    for message in pool("torch", 2).run(f"{BODIES}:cast_since"):
+        assert "has been cast from float64 to float32 since fully_shard; cast the model before" in message
 
 
 def test_gradients_are_divided_and_handled_as_the_user_says(pool, backend_name):

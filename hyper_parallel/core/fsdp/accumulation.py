@@ -21,6 +21,9 @@ class Kept:
     def __bool__(self) -> bool:
         return bool(self._full or self._pieces)
 
+    def __contains__(self, parameter: ShardedParameter) -> bool:
+        return parameter in self._full or parameter in self._pieces
+
     def add_full(self, parameter: ShardedParameter, gradient: Tensor | None) -> None:
         """Add what autograd has given for a parameter, in the dtype that it is reduced in: copied at first, since it
         may belong to others as well."""

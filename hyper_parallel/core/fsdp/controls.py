@@ -126,14 +126,16 @@ class UnshardHandle:
     """A gather that `unshard` has started."""
 
     def __init__(self, unit: Unit):
+        if unit.is_detached:
+            raise ConfigError("unshard: the model was restored since this unit was made, and its parameters are whole")
         self._unit: Unit | None = unit
         unit.gathers.fetch(unit)
         unit.gathers.keep(unit)
 
     def wait(self) -> None:
-        """Return when the full parameters may be read; harmless when done twice."""
+        """Return when the full parameters may be read; harmless when done twice, or after `restore`."""
         unit, self._unit = self._unit, None
-        if unit is not None:
+        if unit is not None and not unit.is_detached:
             unit.gathers.have(unit)
             unit.show()
 

@@ -202,6 +202,20 @@ class ShardedParameter:
         elif self.spec.local_numel:
             self._tensors.copy_(self.parameter, local)
 
+    def is_usable(self) -> bool:
+        """Tell whether the shard has values, of the dtype that the unit was made for."""
+        return self.has_values and self._tensors.dtype_name(self.parameter) == self.spec.dtype
+
+    def require_usable(self, name: str) -> None:
+        """As `require_values`, and raise one that tells what to do instead of casting the parameter, if it was."""
+        self.require_values(name)
+        dtype = self._tensors.dtype_name(self.parameter)
+        if dtype != self.spec.dtype and self.needs_unit:
+            raise ConfigError(
+                f"the parameter {name} has been cast from {self.spec.dtype} to {dtype} since fully_shard; cast the "
+                "model before it is sharded, or ask for another dtype to compute in with mp_policy"
+            )
+
     def require_values(self, name: str) -> None:
         """Raise a ConfigError that tells how to give the parameter `name` values, if it has none."""
         self.adopt()

@@ -28,8 +28,8 @@ class BackendRuntime:
         """Start the gathers of all parameters of a unit together."""
         with self._backend.autograd.no_grad():
             for each in unit.parameters:
-                if not each.has_values:
-                    each.require_values(".".join(filter(None, (unit.name, each.uses[0].name))))
+                if not each.is_usable():
+                    each.require_usable(".".join(filter(None, (unit.name, each.uses[0].name))))
             self._gathering[unit] = [each.issue_gather(unit.shard_group) for each in unit.parameters]
 
     def wait_gather(self, unit: Unit) -> None:
@@ -65,11 +65,18 @@ class BackendRuntime:
                 reduction.unit.kept.add_piece(parameter, output)
 
     def left_behind(self, reduced: Container[Unit]) -> Iterator[UnitReduction]:
-        """Reductions of what is kept by units that this backward has not come to, and which are to reduce now."""
+        """Reductions of what is kept and has to be reduced now: of units that this backward has not come to, and of
+        parameters that have been frozen since."""
         for unit in self._units:
-            if unit.kept and unit.accumulation == "all" and unit not in reduced:
+            if unit.kept and unit.accumulation == "all":
                 trainable = unit.trainable()
-                yield UnitReduction(unit, trainable, [None] * len(trainable))
+                left = [
+                    each
+                    for each in unit.parameters
+                    if (each in trainable and unit not in reduced) or (each in unit.kept and each not in trainable)
+                ]
+                if left:
+                    yield UnitReduction(unit, left, [None] * len(left))
 
     def forget_kept(self) -> None:
         """Drop what units keep."""

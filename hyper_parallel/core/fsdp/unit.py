@@ -69,7 +69,7 @@ class Unit:
         self._still_to_run: list[Module] = []  # of several modules, those that this pass has not come to
         self._call_of_pass: _Call | None = None
         self._attached: tuple[list[ShardedParameter], list[Tensor]] | None = None
-        self._detached = False
+        self.is_detached = False
         self.reshard_after_forward: bool | int | None = None
         self.set_reshard_after_forward(reshard_after_forward)
         self._hooks = []
@@ -136,7 +136,7 @@ class Unit:
 
     def detach(self) -> None:
         """Take the hooks away; the parameters stay as they are."""
-        self._detached = True
+        self.is_detached = True
         self._free()
         self.hide()
         for hook in self._hooks:
@@ -283,7 +283,7 @@ class Unit:
 
     def check_attached(self) -> None:
         """Refuse to go on with a graph from before `restore`."""
-        if self._detached:
+        if self.is_detached:
             raise ConfigError(
                 f"the model was restored between the forward and the backward of {self.name or 'its outermost unit'}; "
                 "run the forward again"
