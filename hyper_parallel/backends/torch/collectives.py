@@ -141,7 +141,7 @@ def reduce_scatter(
         return _DONE
     if source.device.type == "cpu":
         counts = [source.numel() // input.numel() * count for count in pieces] if pieces else None
-        return _launch(call, async_op, *exchange_and_sum(target, source, counts, scale, group))
+        return _launch(call, async_op, *exchange_and_sum(target, source, counts, scale, group, async_op))
     return _reduce_on_device(call, target, source, scale, async_op)
 
 
