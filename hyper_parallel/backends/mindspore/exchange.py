@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from typing import Sequence
 
 import mindspore as ms
 import numpy as np
@@ -54,13 +54,8 @@ def gather_pieces(output: ms.Tensor, input: ms.Tensor, pieces: Sequence[int], gr
     """A gather of pieces of different sizes: every rank sends its own to each other."""
     places = np.split(as_bytes(output), np.cumsum(pieces)[:-1] * output.itemsize)
     own = as_bytes(input)
-    for member in _others(group):
-        if own.size:
-            send_bytes(own, group.ranks[member], group)
+    _swap([own] * group.size, places, group)
     places[group.index][...] = own
-    for member in _others(group):
-        if places[member].size:
-            receive_bytes(places[member], group.ranks[member], group)
 
 
 def exchange_and_sum(
@@ -70,18 +65,10 @@ def exchange_and_sum(
     if input.itemsize > output.itemsize:
         input = input.astype(output.dtype)
     sent = np.split(input, np.cumsum(counts)[:-1])
-    for member in _others(group):
-        if sent[member].size:
-            send_bytes(sent[member].view(np.uint8), group.ranks[member], group)
-    if not output.size:
-        return
-    rows = [
-        sent[member] if member == group.index else np.empty(output.size, input.dtype) for member in range(group.size)
-    ]
-    if np.may_share_memory(rows[group.index], output):
-        rows[group.index] = rows[group.index].copy()
-    for member in _others(group):
-        receive_bytes(rows[member].view(np.uint8), group.ranks[member], group)
+    rows = [np.empty(output.size, input.dtype) for _ in sent]
+    _swap([each.view(np.uint8) for each in sent], [each.view(np.uint8) for each in rows], group)
+    own = sent[group.index]
+    rows[group.index] = own.copy() if np.may_share_memory(own, output) else own
     _sum_rows(output, rows, scale)
 
 
@@ -106,15 +93,17 @@ def exchange(
 ) -> None:
     sent = np.split(as_bytes(input), np.cumsum(input_splits)[:-1] * input.itemsize)
     received = np.split(as_bytes(output), np.cumsum(output_splits)[:-1] * output.itemsize)
-    for member in _others(group):
+    _swap(sent, received, group)
+    received[group.index][...] = sent[group.index]
+
+
+def _swap(sent: Sequence[np.ndarray], received: Sequence[np.ndarray], group: RankGroup) -> None:
+    """Bytes to and from each other place of the group, where there are any; from the next place on, so that the ranks
+    do not all send to the same one first."""
+    others = [(group.index + distance) % group.size for distance in range(1, group.size)]
+    for member in others:
         if sent[member].size:
             send_bytes(sent[member], group.ranks[member], group)
-    received[group.index][...] = sent[group.index]
-    for member in _others(group):
+    for member in others:
         if received[member].size:
             receive_bytes(received[member], group.ranks[member], group)
-
-
-def _others(group: RankGroup) -> Iterator[int]:
-    """The other places of the group, from the next one on, so that the ranks do not all send to the same one first."""
-    return ((group.index + distance) % group.size for distance in range(1, group.size))

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hyper_parallel.backends.torch.exchange import exchange_and_sum, flat_memory, movable, swap_and_sum
+from hyper_parallel.backends.torch.exchange import (
+    HALF,
+    exchange_and_sum,
+    flat_memory,
+    movable,
+    send_pieces,
+    swap_and_sum,
+)
 from hyper_parallel.backends.torch.joining import join, set_device
 from hyper_parallel.backends.torch.tensors import copy_, device, wide
 from hyper_parallel.core import collective_checks as checks
@@ -26,7 +33,6 @@ from hyper_parallel.core.job import Call, Job, RankGroup
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_HALF = (torch.float16, torch.bfloat16)
 _job = Job()
 _joined_here = False  # or a process group of the program is used as it is
 
@@ -187,17 +193,10 @@ def all_to_all(
     Splits are element counts (zero allowed), equal when not given."""
     call = Call("all_to_all", group)
     checks.check_all_to_all(call, output, input, output_splits, input_splits)
-    target, source = movable(output), movable(input)
     if group.size == 1:
-        return _copied(target, source)
-    scale = input.element_size() // source.element_size()  # 1, or bytes
-    splits = [
-        None if counts is None else [count * scale for count in counts] for counts in (output_splits, input_splits)
-    ]
+        return _copied(movable(output), movable(input))
     return _launch(
-        call,
-        async_op,
-        lambda: [dist.all_to_all_single(target, source, *splits, group=group.handle, async_op=async_op)],
+        call, async_op, lambda: send_pieces(output, input, output_splits, input_splits, group, async_op=async_op)
     )
 
 
@@ -311,7 +310,7 @@ def _copied(target: torch.Tensor, source: torch.Tensor) -> _Work:
 
 
 def _summable(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as `_flat` gives them, complex numbers as their parts, which are summed alike."""
+    """The elements as `flat_memory` gives them, complex numbers as their parts, which are summed alike."""
     flat = flat_memory(tensor)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
@@ -319,7 +318,7 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 def _summed_in(tensor: torch.Tensor) -> torch.dtype:
     """The dtype in which elements are summed; accelerators sum half precision themselves."""
     dtype = tensor.dtype
-    if dtype is torch.float32 or (dtype in _HALF and tensor.device.type != "cpu"):
+    if dtype is torch.float32 or (dtype in HALF and tensor.device.type != "cpu"):
         return dtype
     return wide(dtype)
 

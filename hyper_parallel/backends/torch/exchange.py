@@ -11,20 +11,11 @@ import torch.distributed as dist
 from hyper_parallel.backends.torch.tensors import wide
 from hyper_parallel.core.job import RankGroup
 
+HALF = (torch.float16, torch.bfloat16)
 _EXCHANGE_TAG = 1  # keeps the messages of a composed collective apart from those of `send`
 _BLOCK = 1 << 16  # elements that are summed and scaled while they are in a core's cache
 # What every communication library moves; anything else travels as bytes.
-_MOVABLE = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-}
+_MOVABLE = {torch.float32, torch.float64, *HALF, torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool}
 
 
 def exchange_and_sum(
@@ -44,7 +35,9 @@ def exchange_and_sum(
         source = source.to(target.dtype)
     if not overlapped:
         everything = torch.empty((group.size, target.numel()), dtype=source.dtype)
-        return partial(_all_to_all, everything, source, pieces, group), lambda: _sum_rows(target, everything, scale)
+        arriving = None if pieces is None else [target.numel()] * group.size
+        start = partial(send_pieces, everything, source, arriving, pieces, group)
+        return start, lambda: _sum_rows(target, everything, scale)
     sent = list(torch.split(source, list(pieces or [target.numel()] * group.size)))
     own = sent.pop(group.index)
     if _overlap(own, target):
@@ -61,16 +54,21 @@ def exchange_and_sum(
     return start, lambda: _sum_rows(target, rows, scale)
 
 
-def _all_to_all(
-    received: torch.Tensor, sent: torch.Tensor, pieces: Sequence[int] | None, group: RankGroup
+def send_pieces(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int] | None,
+    input_splits: Sequence[int] | None,
+    group: RankGroup,
+    async_op: bool = False,
 ) -> list[dist.Work | None]:
-    """Every rank gets its piece of what each rank sends, a row for each."""
-    target, source = movable(received), movable(sent)
-    splits: tuple[list[int] | None, list[int] | None] = (None, None)
-    if pieces is not None:
-        scale = sent.element_size() // source.element_size()  # 1, or bytes
-        splits = [received.shape[1] * scale] * group.size, [piece * scale for piece in pieces]
-    return [dist.all_to_all_single(target, source, *splits, group=group.handle)]
+    """Every rank gets its piece of what each rank sends. Splits are element counts, equal when not given."""
+    target, source = movable(output), movable(input)
+    scale = input.element_size() // source.element_size()  # 1, or bytes
+    splits = [
+        None if counts is None else [count * scale for count in counts] for counts in (output_splits, input_splits)
+    ]
+    return [dist.all_to_all_single(target, source, *splits, group=group.handle, async_op=async_op)]
 
 
 def swap_and_sum(target: torch.Tensor, group: RankGroup) -> tuple[Callable[[], list[dist.Work]], Callable[[], None]]:
@@ -108,7 +106,7 @@ def _sum_rows(target: torch.Tensor, rows: Sequence[torch.Tensor], scale: float) 
 
 def _addable(row: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
     """What PyTorch adds to a sum of `precision`: it promotes half precision on the way, and not every other dtype."""
-    return row if row.dtype in (torch.float16, torch.bfloat16) else row.to(precision)
+    return row if row.dtype in HALF else row.to(precision)
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import numpy as np
 
 from hyper_parallel.core.backend import Backend, Group, LocatedTargets, Tensor
 from hyper_parallel.core.errors import ConfigError, ContractError, LayoutError
+from hyper_parallel.core.peers import group_along
 from hyper_parallel.core.placement import Replicate, Shard
 from hyper_parallel.core.plan.contracts import BoundaryPlan
 from hyper_parallel.core.plan.plan import ShardingPlan
@@ -109,8 +110,7 @@ def planned_cross_entropy(
     if track is not None:
         check_same_targets(track, targets, ignore_index)
     check_arguments(backend, logits, targets, reduction, ignore_index)
-    rank = backend.collectives.rank()
-    group = backend.collectives.groups([plan.mesh.group_of(rank, ["tensor"])])
+    group = group_along(backend.collectives, plan.mesh, ["tensor"])
     vocabulary = _vocabulary_of(plan, int(logits.shape[-1]), group)
     is_cut = vocabulary is not None and vocabulary.cut
 

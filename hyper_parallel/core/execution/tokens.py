@@ -17,6 +17,7 @@ from typing import Any, Hashable, NamedTuple
 from hyper_parallel.core.backend import Backend, Group
 from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.peers import group_along
 from hyper_parallel.core.regions import chunk_bounds
 
 
@@ -46,8 +47,7 @@ class Tokens:
 
     @cached_property
     def _group(self) -> Group:
-        collectives = self._backend.collectives
-        return collectives.groups([self._mesh.group_of(collectives.rank(), ["tensor"])])
+        return group_along(self._backend.collectives, self._mesh, ["tensor"])
 
     def begin(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The forward begins in which all sequences are cut and put together: nothing of an earlier one takes part."""

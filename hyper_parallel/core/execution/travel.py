@@ -9,6 +9,7 @@ import numpy as np
 
 from hyper_parallel.core.backend import Backend, Group, Tensor
 from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.peers import group_along
 
 
 class Travel:
@@ -68,6 +69,5 @@ class Travel:
     def _group(self, axis: str) -> Group:
         """The ranks along an axis; made when they first meet."""
         if axis not in self._groups:
-            collectives = self._backend.collectives
-            self._groups[axis] = collectives.groups([self._mesh.group_of(collectives.rank(), [axis])])
+            self._groups[axis] = group_along(self._backend.collectives, self._mesh, [axis])
         return self._groups[axis]

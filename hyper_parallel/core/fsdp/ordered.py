@@ -13,6 +13,7 @@ from hyper_parallel.core.errors import CommunicationError
 from hyper_parallel.core.fsdp.common_order import CommonOrder, Token
 from hyper_parallel.core.fsdp.reduction import UnitReduction
 from hyper_parallel.core.fsdp.runtime import BackendRuntime
+from hyper_parallel.core.peers import gathered
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fsdp.unit import Unit
@@ -30,12 +31,7 @@ class RanksOfModel:
 
     def exchange(self, value: int) -> list[int]:
         """See `Peers`."""
-        tensors = self._backend.tensors
-        everyone = tensors.empty((self._group.size,), "int64")
-        with self._backend.autograd.no_grad():
-            mine = tensors.from_numpy(np.array([value], dtype=np.int64))
-            self._backend.collectives.all_gather(everyone, mine, self._group)
-        return tensors.to_numpy(everyone).tolist()
+        return gathered(self._backend, np.array([value], dtype=np.int64), self._group).ravel().tolist()
 
     def exchange_texts(self, text: str) -> list[str]:
         """See `Peers`."""

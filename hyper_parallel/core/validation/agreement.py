@@ -8,8 +8,9 @@ from typing import Callable, Sequence
 
 import numpy as np
 
-from hyper_parallel.core.backend import Backend, Group, Tensor
+from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.peers import gathered, group_along
 
 _PERIOD = 4093
 
@@ -45,7 +46,7 @@ class Agreement:
         is_whole = "float" not in dtype
         own = np.concatenate([_parts_of_digest(array) if is_whole else measure(array), _sizes(shape)])
         for axis in axes:
-            group = backend.collectives.groups([self._mesh.group_of(backend.collectives.rank(), [axis])])
+            group = group_along(backend.collectives, self._mesh, [axis])
             everyone = gathered(backend, own.astype(np.float32), group).astype(np.float64)
             problem = _problem(everyone, 0.0 if is_whole else tolerance_of(dtype), shape)
             if problem:
@@ -56,7 +57,7 @@ class Agreement:
         if not self.is_real:
             return
         backend = self._backend
-        group = backend.collectives.groups([self._mesh.group_of(backend.collectives.rank(), [axis])])
+        group = group_along(backend.collectives, self._mesh, [axis])
         everyone = gathered(backend, np.frombuffer(own, np.uint8).astype(np.float32), group)
         apart = (everyone != everyone[:1]).any(axis=1)
         if apart.any():
@@ -116,15 +117,6 @@ def measure(array: np.ndarray) -> np.ndarray:
     folded = padded.reshape(rows, _PERIOD)
     across, down = _weights(_PERIOD), _weights(rows)
     return np.array([np.linalg.norm(flat), folded.sum(0) @ across, down @ (folded @ across)])
-
-
-def gathered(backend: Backend, own: np.ndarray, group: Group) -> np.ndarray:
-    """What every rank of a group has, row by row; `own` is one-dimensional, of the same length on each."""
-    tensors = backend.tensors
-    sent = tensors.from_numpy(own)
-    received = tensors.buffer(sent, group.size * own.size)
-    backend.collectives.all_gather(received, sent, group)
-    return tensors.to_numpy(received).reshape(group.size, own.size)
 
 
 @lru_cache(maxsize=64)

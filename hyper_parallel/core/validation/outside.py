@@ -16,7 +16,8 @@ import numpy as np
 
 from hyper_parallel.core.backend import Backend, Group, Module
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.validation.agreement import gathered, measure, tolerance_of
+from hyper_parallel.core.peers import gathered, group_along
+from hyper_parallel.core.validation.agreement import measure, tolerance_of
 from hyper_parallel.core.validation.messages import outside_error, place
 
 TOGETHER = ("shard", "expert", "context", "tensor")
@@ -108,11 +109,8 @@ class Outside:
     @cached_property
     def _groups(self) -> dict[bool, Group]:
         """The ranks that compare: those along all axes that run together, or those that compute one model."""
-        collectives, rank = self.backend.collectives, self.backend.collectives.rank()
         axes = {True: [axis for axis in TOGETHER if axis in self.mesh.names], False: list(self._compared)}
-        return {
-            together: collectives.groups([sorted(self.mesh.group_of(rank, each))]) for together, each in axes.items()
-        }
+        return {together: group_along(self.backend.collectives, self.mesh, each) for together, each in axes.items()}
 
     def _pairs(self, group: Group) -> Iterator[tuple[str, int, int]]:
         """Places in a group of ranks that have to hold the same: of those along one axis the first, and each other."""

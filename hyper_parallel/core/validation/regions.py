@@ -8,6 +8,7 @@ from hyper_parallel.core.backend import Backend, Tensor
 from hyper_parallel.core.errors import ContractError
 from hyper_parallel.core.execution.region_collectives import Counts
 from hyper_parallel.core.mesh import DeviceMesh
+from hyper_parallel.core.peers import group_along
 from hyper_parallel.core.validation.agreement import Agreement
 
 
@@ -27,7 +28,7 @@ class RegionLook:
                 raise ContractError(f"{where}: {problem}")
             return
         collectives = self._backend.collectives
-        group = collectives.groups([self._mesh.group_of(collectives.rank(), [axis])])
+        group = group_along(collectives, self._mesh, [axis])
         everyone = collectives.gather_objects((told, counts, problem), group)
         for place, (other, _, wrong) in enumerate(everyone):
             if wrong is not None:
