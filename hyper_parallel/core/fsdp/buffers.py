@@ -27,12 +27,12 @@ class FusedBuffer:
         """The first element of each member."""
         return tuple(accumulate(self.sizes, initial=0))[:-1]
 
-    @property
+    @cached_property
     def used(self) -> int:
         """Elements of all members."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the buffer, its padding included."""
         return -(-self.used // self._step) * self._step

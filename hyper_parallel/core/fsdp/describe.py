@@ -32,7 +32,7 @@ def _name(unit: Any) -> str:
 
 
 def _unit_lines(unit: Unit, topology: Topology | None) -> Iterator[str]:
-    whole = sum(each.spec.numel * _item_bytes(unit, each.full_dtype) for each in unit.parameters)
+    whole = sum(each.spec.numel * unit.backend.tensors.item_bytes(each.full_dtype) for each in unit.parameters)
     yield f"unit {_name(unit)}: {_count(len(unit.parameters), 'parameter')}, {whole:,} bytes when gathered"
     yield f"  gathered over {_ranks(unit.shard_group, topology)}; after forward {_after_forward(unit)}"
     for each in unit.parameters:
@@ -45,16 +45,14 @@ def _unit_lines(unit: Unit, topology: Topology | None) -> Iterator[str]:
     if not unit.needs_reduction:
         yield "  gradients stay as they are"
         return
-    for number, members in enumerate(_buffers(unit), 1):
-        yield from _buffer_lines(unit, number, members, topology)
+    for number, (members, places) in enumerate(unit.arranged(unit.parameters), 1):
+        yield from _buffer_lines(number, [unit.parameters[index] for index in members], places, topology)
 
 
 def _buffer_lines(
-    unit: Unit, number: int, members: Sequence[ShardedParameter], topology: Topology | None
+    number: int, members: Sequence[ShardedParameter], places: FusedBuffer, topology: Topology | None
 ) -> Iterator[str]:
-    first, exact = members[0], unit.backend.collectives.scatters_uneven()
-    size = _item_bytes(unit, first.reduced_dtype)
-    places = FusedBuffer(tuple(each.spec.own_numel(exact) for each in members), size)
+    first, size = members[0], places.item_bytes
     summed = f"all-reduced over {_ranks(first.sum_group, topology)}" if first.sum_group.size > 1 else "not all-reduced"
     yield (
         f"  gradient buffer {number}: {places.numel * size:,} bytes of {first.reduced_dtype}, "
@@ -62,18 +60,6 @@ def _buffer_lines(
     )
     for each, start, count in zip(members, places.starts, places.sizes):
         yield f"    {each.spec.name} at byte {start * size:,}, {count * size:,} bytes"
-
-
-def _buffers(unit: Unit) -> list[list[ShardedParameter]]:
-    """The parameters whose gradients share a buffer."""
-    together: dict[tuple, list[ShardedParameter]] = {}
-    for each in unit.parameters:
-        together.setdefault(each.buffer_key, []).append(each)
-    return list(together.values())
-
-
-def _item_bytes(unit: Unit, dtype: str) -> int:
-    return unit.backend.tensors.item_bytes(dtype)
 
 
 def _ranks(group: Group, topology: Topology | None) -> str:

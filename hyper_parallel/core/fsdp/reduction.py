@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Iterator, NamedTuple, Sequence
 
-from hyper_parallel.core.backend import Group, Tensor, Work
+from hyper_parallel.core.backend import Group, Tensor, Tensors, Work
 from hyper_parallel.core.fsdp.buffers import FusedBuffer
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fsdp.parameter import ShardedParameter
     from hyper_parallel.core.fsdp.unit import Unit
+
+
+class Arranged(NamedTuple):
+    """Parameters, by index, whose gradients share dtypes and the ranks over which they are summed, and where they lie
+    in the buffer that they have in common."""
+
+    members: tuple[int, ...]
+    places: FusedBuffer
+
+
+def arrange(tensors: Tensors, parameters: Sequence[ShardedParameter], exact: bool) -> list[Arranged]:
+    """The buffers of a reduction of `parameters`; `exact` as in `ShardSpec`. The same at every step."""
+    together: dict[tuple, list[int]] = {}
+    for index, each in enumerate(parameters):
+        together.setdefault(each.buffer_key, []).append(index)
+    arranged = []
+    for members in together.values():
+        sizes = tuple(parameters[index].spec.own_numel(exact) for index in members)
+        item_bytes = tensors.item_bytes(parameters[members[0]].reduced_dtype)
+        arranged.append(Arranged(tuple(members), FusedBuffer(sizes, item_bytes)))
+    return arranged
 
 
 @dataclass(frozen=True)
@@ -38,34 +59,25 @@ class UnitReduction:
         self.kind = unit.accumulation
         self.parameters = list(parameters)
         self._tensors = unit.backend.tensors
-        self._exact = unit.backend.collectives.scatters_uneven()
         self.gradients: list[Tensor | None] = list(gradients)
         self.works: list[Work] = []
         self.fused: list[Fused] = []
         self.outputs: list[Tensor] = [None] * len(self.parameters)
         """Flat, one per parameter: where its reduced piece lies in its buffer."""
         self.shards: list[Tensor] = [None] * len(self.parameters)
-        for members in self._summed_together() if self.kind != "none" else ():
-            self._allocate(members)
+        if self.kind != "none":
+            for members, places in unit.arranged(self.parameters):
+                self._allocate(members, places)
 
-    def _summed_together(self) -> Iterable[list[int]]:
-        """The parameters, by index, that share dtypes and the ranks over which they are summed."""
-        together: dict[tuple, list[int]] = {}
-        for index, each in enumerate(self.parameters):
-            together.setdefault(each.buffer_key, []).append(index)
-        return together.values()
-
-    def _allocate(self, members: Sequence[int]) -> None:
+    def _allocate(self, members: Sequence[int], places: FusedBuffer) -> None:
         """One buffer, and each member's part of it."""
         tensors, first = self._tensors, self.parameters[members[0]]
-        specs = [self.parameters[index].spec for index in members]
-        sizes = tuple(spec.own_numel(self._exact) for spec in specs)
-        buffer, places = self._aligned(sizes, first.reduced_dtype)
+        buffer = self._aligned(places, first.reduced_dtype)
         handed_over = self._to_hand_over(buffer, first) if self.kind == "all" else buffer
         self.fused.append(Fused(buffer, first.sum_group, handed_over))
-        for index, spec, size, start in zip(members, specs, sizes, places.starts):
+        for index, size, start in zip(members, places.sizes, places.starts):
             self.outputs[index] = tensors.alias(buffer, start, (size,))
-            self.shards[index] = tensors.alias(handed_over, start, spec.local_shape)
+            self.shards[index] = tensors.alias(handed_over, start, self.parameters[index].spec.local_shape)
 
     def _to_hand_over(self, buffer: Tensor, parameter: ShardedParameter) -> Tensor:
         """Where the elements of a buffer go that holds such parameters' gradients: nowhere, if they may stay."""
@@ -74,14 +86,13 @@ class UnitReduction:
             return self._tensors.on_host(numel, dtype, parameter.offload.pin_memory)
         return buffer if parameter.reduced_dtype == dtype else self._tensors.empty((numel,), dtype)
 
-    def _aligned(self, sizes: tuple[int, ...], dtype: str) -> tuple[Tensor, FusedBuffer]:
+    def _aligned(self, places: FusedBuffer, dtype: str) -> Tensor:
         tensors = self._tensors
-        places = FusedBuffer(sizes, tensors.item_bytes(dtype))
         storage = tensors.empty((places.allocated,), dtype)
         buffer = tensors.alias(storage, places.first(tensors.address(storage)), (places.numel,))
         if places.used < places.numel:
             tensors.zero_(tensors.alias(buffer, places.used, (places.numel - places.used,)))
-        return buffer, places
+        return buffer
 
     def full_gradient(self, index: int) -> Tensor:
         """The gradient of a parameter as autograd gave it, and what is kept of earlier ones; zeros when there is

@@ -12,7 +12,7 @@ from hyper_parallel.core.fsdp.accumulation import Kept
 from hyper_parallel.core.fsdp.gathers import Gathers
 from hyper_parallel.core.fsdp.ordered import OrderedRuntime
 from hyper_parallel.core.fsdp.parameter import ShardedParameter, ranks_with_samples
-from hyper_parallel.core.fsdp.reduction import UnitReduction
+from hyper_parallel.core.fsdp.reduction import Arranged, UnitReduction, arrange
 from hyper_parallel.core.fsdp.runtime import BackendRuntime
 from hyper_parallel.core.fsdp.schedule import Schedule, Settings
 from hyper_parallel.core.fsdp.trace import show_in_profiler
@@ -60,6 +60,7 @@ class Unit:
         self.gradient_divide_factor: float | None = None
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.kept = Kept(backend.tensors)
+        self._arranged: dict[tuple[ShardedParameter, ...], list[Arranged]] = {}
         self.settings = Settings()
         """Those of the tree, once a root has adopted the unit."""
         self._schedule: Schedule | None = None
@@ -102,6 +103,14 @@ class Unit:
     def trainable(self) -> list[ShardedParameter]:
         """The parameters whose gradients the unit takes, as they are now."""
         return [each for each in self._served if self.backend.modules.is_trainable(each.parameter)]
+
+    def arranged(self, parameters: Sequence[ShardedParameter]) -> list[Arranged]:
+        """The buffers in which some of its parameters are reduced."""
+        key = tuple(parameters)
+        if key not in self._arranged:
+            exact = self.backend.collectives.scatters_uneven()
+            self._arranged[key] = arrange(self.backend.tensors, key, exact)
+        return self._arranged[key]
 
     def serve_all(self) -> None:
         """Take the gradients of all parameters, also of those that autograd could be left alone with."""
