@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Sequence
 
+from hyper_parallel.arguments import parse
 from hyper_parallel.core.errors import HyperParallelError
 
 
@@ -32,34 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain("interrupted; every rank has ended", 130, ranks_ran=True)
     except Terminated as terminated:
         return _complain("asked to end; every rank has ended", 128 + terminated.signum, ranks_ran=True)
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What a command line asks for; an impossible one ends the process with a message."""
-    from hyper_parallel import plan_command, validate_command
-
-    about = "Plan how a model is sharded, and train a language model by one plan with MindSpore or PyTorch."
-    parser = argparse.ArgumentParser(prog="hyper-parallel", description=about)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train with one backend")
-    train.add_argument("--backend", choices=("mindspore", "torch"), help="wins over the configuration's `backend`")
-    compare = commands.add_parser("compare", help="train with MindSpore, then PyTorch, and compare them")
-    for command in (train, compare):
-        command.add_argument("config", metavar="CONFIG.yaml", help="the settings; docs/training.md lists them all")
-        command.add_argument("--run-dir", type=Path, metavar="DIR", help="where the results go; by default below runs/")
-        command.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, such as train.steps=20"
-        )
-    plan = commands.add_parser("plan", help="plan a model on a mesh, or compare two plans")
-    plan_command.add_arguments(plan)
-    validate = commands.add_parser("validate", help="hold a plan against a model's code, without devices")
-    validate_command.add_arguments(validate)
-    options = parser.parse_args(arguments)
-    if options.command == "plan":
-        plan_command.check_arguments(options, plan)
-    if options.command == "validate":
-        validate_command.check_arguments(options, validate)
-    return options
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -30,27 +30,6 @@ MOST_RANKS = 2**20
 """A mesh of more ranks than this is a slip of the finger."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument(
-        "--model", help="hf:CONFIG.json (Hugging Face), json:DESCRIPTION.json, or package.module:factory"
-    )
-    parser.add_argument("--mesh", metavar="AXIS=SIZE,...", help="such as replicate=2,shard=4,tensor=2")
-    parser.add_argument("--overrides", type=Path, metavar="FILE.yaml", help="what to decide otherwise")
-    parser.add_argument("--supernode", metavar="RANKS", help="ranks in each supernode: tells fast from slow traffic")
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="save the plan")
-    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A.yaml", "B.yaml"), help="compare two saved plans")
-
-
-def check_arguments(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End the process with a message when the options do not go together."""
-    given = [name for name in ("model", "mesh", "overrides", "supernode", "out") if getattr(options, name) is not None]
-    if options.diff and given:
-        parser.error(f"--diff compares two saved plans; leave out --{given[0]}")
-    if not options.diff and (options.model is None or options.mesh is None):
-        parser.error("write --model and --mesh, or --diff with two saved plans")
-
-
 def run(options: argparse.Namespace) -> int:
     """Carry the command out. Returns 0, or 1 when two compared plans differ.
 

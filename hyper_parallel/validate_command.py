@@ -4,47 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
 import hyper_parallel
 from hyper_parallel import gradients_command
+from hyper_parallel.arguments import FEW_TOKENS, TOKENS
 from hyper_parallel.core.errors import ConfigError, ContractError
 from hyper_parallel.plan_command import load_code, parse_mesh
-
-TOKENS, FEW_TOKENS = "1,4096", "2,12"
-"""What a step has where nothing is said: a real one's on shapes, and enough to compare numbers."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("--model", required=True, help="hf:CONFIG.json (Hugging Face), or package.module:factory")
-    parser.add_argument("--mesh", required=True, metavar="AXIS=SIZE,...", help="such as replicate=2,shard=4,tensor=2")
-    parser.add_argument("--overrides", type=Path, metavar="FILE.yaml", help="what to decide otherwise")
-    parser.add_argument(
-        "--tokens",
-        metavar="B,S",
-        help=f"sequences on each rank, and tokens of each (default: {TOKENS}; with --gradients {FEW_TOKENS})",
-    )
-    parser.add_argument(
-        "--gradients",
-        action="store_true",
-        help="run one step of a small version of the model in this process, and compare loss and gradients with those "
-        "of one device",
-    )
-    parser.add_argument(
-        "--layers", type=int, metavar="N", help="with --gradients: layers of the small version (default: 2)"
-    )
-
-
-def check_arguments(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """End the process with a message when the options do not go together."""
-    if options.layers is not None and not options.gradients:
-        parser.error("--layers is for --gradients, which runs a small version of the model; add it, or leave --layers")
-    if options.layers is not None and not options.model.startswith("hf:"):
-        parser.error("--layers is for hf:CONFIG.json; a factory makes the model as it is, so write a small one")
-    if options.layers is not None and options.layers < 1:
-        parser.error(f"--layers is {options.layers}; write a whole number from 1 up")
 
 
 def run(options: argparse.Namespace) -> int:

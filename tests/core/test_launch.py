@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from hyper_parallel.train.config import load_config
 from hyper_parallel.train.job import Failure, Job, first
 from hyper_parallel.train.launch import joined
 from hyper_parallel.train.supervise import Processes, RanksFailed, Terminated, termination_as_exception
+from tests.work import imported
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -149,15 +148,15 @@ def watch(job: Job, *bodies: str, silent_agent: bool = False) -> None:
 
 
 def failed(job: Job, *bodies: str) -> Failure:
-    """The failure that is shown; it must come promptly although other ranks would go on for a minute."""
+    """The failure that is shown; it must come although other ranks would go on for ten minutes."""
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         watch(job, *bodies)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
     return caught.value.failure
 
 
-GO_ON = "time.sleep(60)"
+GO_ON = "time.sleep(600)"
 
 
 def test_ranks_that_end_well_end_the_wait(job: Job):
@@ -191,7 +190,7 @@ def test_a_rank_that_leaves_without_a_word_is_named(job: Job):
 
 
 def test_a_rank_that_ignores_the_request_to_end_is_killed(job: Job):
-    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     assert failed(job, stubborn, "fail(ValueError('odd'), after=1)").rank == 1
 
 
@@ -218,17 +217,9 @@ def test_a_request_to_end_is_an_exception_so_that_ranks_are_ended():
     assert caught.value.signum == signal.SIGTERM
 
 
-def test_help_and_the_package_itself_come_at_once():
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    for command in (["-c", "import hyper_parallel"], ["-m", "hyper_parallel", "--help"]):
-        # Time of the processor: other processes must not fail this test.
-        probe = "import sys, time; start = time.process_time(); "
-        if command[0] == "-c":
-            probe += command[1]
-        else:
-            probe += "from hyper_parallel.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-        probe += "\nprint(time.process_time() - start, *{m.partition('.')[0] for m in sys.modules})"
-        ended = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True)
-        seconds, *modules = ended.stdout.splitlines()[-1].split()
-        assert float(seconds) < 0.3
-        assert not {"torch", "mindspore", "rich", "matplotlib", "tensorboard"} & set(modules)
+def test_help_imports_nothing_but_what_the_command_line_can_be_asked_for():
+    own, others = imported("from hyper_parallel.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass")
+    assert own == {"hyper_parallel"} | {
+        f"hyper_parallel.{name}" for name in ("cli", "arguments", "core", "core.errors")
+    }
+    assert others == set()

@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_come_back_is_named_within_the_limit_with_the_line_
     began = time.monotonic()
     with pytest.raises(RankStuck) as caught:
         trio.run(bodies.oversleep, 1, timeout=2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # it would sleep for ten minutes
     message = str(caught.value)
     assert message.startswith("rank 1 of 3 (torch) did not finish tests.core.pool_bodies:oversleep within 2 s")
     assert "pool_bodies.py" in message and "in oversleep" in message
@@ -135,7 +135,7 @@ def test_workers_end_with_the_process_that_started_them_even_inside_a_body():
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(map(is_alive, pids))
         parent.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, pids))
