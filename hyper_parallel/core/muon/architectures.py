@@ -1,0 +1,107 @@
+"""What names, classes and forward code tell of matrices, beyond what the planner knows. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Linears whose outputs are several things, taken apart by the module around them.
+
+    `groups` times over, the outputs are `parts`, one below the other. A size is a product of numbers and keys of the
+    configuration, divided by others: "head_dim", "2 * linear_value_head_dim / linear_num_key_heads". "" is an equal
+    share of what the other parts leave.
+    """
+
+    classes: tuple[str, ...]
+    linears: tuple[str, ...]
+    parts: tuple[tuple[str, str], ...]
+    groups: str = "1"
+
+
+_VALUES_OF_A_KEY_HEAD = "linear_value_head_dim * linear_num_value_heads / linear_num_key_heads"
+_KEYS = "linear_key_head_dim * linear_num_key_heads"
+
+FUSED_ROWS: tuple[FusedRows, ...] = (
+    FusedRows(("CodeGenAttention",), ("qkv_proj",), (("query", ""), ("value", ""), ("key", "")), groups="4"),
+    FusedRows(
+        ("Qwen3NextGatedDeltaNet",),
+        ("in_proj_qkvz",),
+        (
+            ("query", "linear_key_head_dim"),
+            ("key", "linear_key_head_dim"),
+            ("value", _VALUES_OF_A_KEY_HEAD),
+            ("gate", _VALUES_OF_A_KEY_HEAD),
+        ),
+        groups="linear_num_key_heads",
+    ),
+    FusedRows(
+        ("Qwen3NextGatedDeltaNet",), ("in_proj_ba",), (("beta", ""), ("decay", "")), groups="linear_num_key_heads"
+    ),
+    FusedRows(
+        ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "LaraMiniGatedDeltaNet"),
+        ("in_proj_qkv",),
+        (("query", _KEYS), ("key", _KEYS), ("value", "")),
+    ),
+    FusedRows(
+        ("MiniMaxLightningAttention",),
+        ("qkv_proj",),
+        (("query", ""), ("key", ""), ("value", "")),
+        groups="num_attention_heads",
+    ),
+    FusedRows(
+        ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"),
+        ("in_proj",),
+        (("gate before", ""), ("gate after", ""), ("input", "")),
+    ),
+    FusedRows(
+        ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"),
+        ("in_proj",),
+        (("input", ""), ("gate", "")),
+    ),
+    FusedRows(("MultiheadAttention",), ("in_proj_weight",), (("query", ""), ("key", ""), ("value", ""))),
+)
+"""An entry holds for linears, or bare parameters, of these names in modules of these classes."""
+
+NO_MATRIX_ROLES: dict[str, str] = {
+    "embedding": "an embedding: its rows are looked up, and a step touches few of them",
+    "position_embedding": "an embedding of positions: its rows are looked up",
+    "head": "an output head",
+    "norm": "a norm",
+    "head_norm": "a norm",
+    "wide_norm": "a norm",
+    "per_head_norm": "a norm",
+    "latent_norm": "a norm",
+    "sum_norm": "a norm",
+    "sink": "a logit for each head",
+    "router_bias": "a bias",
+    "router_correction": "a bias",
+    "activation": "a number of an activation",
+    "adapter": "a factor of a low-rank adapter",
+}
+"""Roles that go to AdamW, and why, whatever their shape."""
+
+CONVOLUTIONS = ("Conv[123]d", "*Conv[123]d", "Conv[123]dTranspose", "ConvTranspose[123]d")
+"""Classes whose weight is [out, in, *kernel]; [in, out, *kernel] where "Transpose" is in the name."""
+
+INPUT_NAMES = ("*embed*", "wte", "wpe", "stem", "*pos_emb*")
+"""Modules, and bare parameters, outside of repeated blocks that make hidden states of what comes in."""
+
+HEAD_NAMES = (
+    *("lm_head", "embed_out", "output", "output_projection", "head", "heads", "*_head", "classifier", "score"),
+    *("qa_outputs", "cls", "logits", "final_proj"),
+)
+"""Modules outside of repeated blocks that make what comes out."""
+
+NO_MATRIX_NAMES = (
+    *("A_log", "D", "dt_bias", "*_bias", "bias", "*embed*", "*pos_emb*", "*_token", "*_tokens", "*_table", "gamma"),
+    *("beta", "*_scale", "scale", "lambda*", "*_gamma", "ls[12]", "layer_scale*", "conv_weight"),
+)
+"""Bare parameters that are used element by element, or looked up, however many dims they have."""
+
+NAMES_OF_SEVERAL = (
+    *("qkv", "Wqkv", "qkv_proj", "query_key_value", "c_attn", "in_proj", "in_proj_weight", "kv_proj", "kv"),
+    *("gate_up_proj", "gate_up", "w12", "w13", "Wi", "qkv_linear"),
+)
+"""Names of linears that hold several matrices as a rule. Where nothing tells which, they are taken as one."""
