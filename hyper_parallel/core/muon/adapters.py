@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import Any, Iterable, Mapping, Sequence
 
@@ -145,14 +146,11 @@ class _Model:
         """What the model tells of one parameter of two dims or more."""
         name, role = parse(parameter.name), self._roles.assignments.get(parameter.name)
         lead, transposed = _storage(parameter, role)
-        usual = MatrixView(parameter.shape, lead, lead + 1) if lead is not None else usual_view(parameter.shape)
-        if lead is None:
-            lead = usual.lead
         outputs = prod(parameter.shape[lead + 1 :]) if transposed else parameter.shape[lead]
         parts, groups = self._parts(name, parameter, role, outputs)
-        if parts and sum(size for _, size in parts) * groups == outputs:
-            return packed_view(parameter.shape, parts, groups, transposed, lead)
-        return one_matrix(usual, transposed)
+        if sum(size for _, size in parts) * groups != outputs:
+            parts, groups = (("", outputs),), 1
+        return _view(parameter.shape, tuple(parts), groups, transposed, lead)
 
     def _parts(
         self, name: Name, parameter: ParameterDescription, role: Assignment | None, outputs: int
@@ -214,8 +212,14 @@ class _Model:
         return self._description.modules.get(name.inner(depth), "")
 
 
-def _storage(parameter: ParameterDescription, role: Assignment | None) -> tuple[int | None, bool]:
-    """How many leading dims count matrices (None: as usual for such a shape), and whether outputs come last."""
+@lru_cache(maxsize=1024)
+def _view(shape: tuple[int, ...], parts: tuple[Part, ...], groups: int, transposed: bool, lead: int) -> MatrixView:
+    """A view; layers are alike by the hundred, and experts by the thousand."""
+    return packed_view(shape, parts, groups, transposed, lead)
+
+
+def _storage(parameter: ParameterDescription, role: Assignment | None) -> tuple[int, bool]:
+    """How many leading dims count matrices, and whether outputs come last."""
     owner, dims = parameter.module_class, len(parameter.shape)
     if any(fnmatchcase(owner, each) for each in CONVOLUTIONS):
         return 0, "Transpose" in owner
@@ -224,7 +228,7 @@ def _storage(parameter: ParameterDescription, role: Assignment | None) -> tuple[
     if dims == 2:
         return 0, matches(owner, TRANSPOSED_CLASSES)
     known = next((each for each in PACKED_EXPERTS if owner in each.classes), None)
-    return (1, known.transposed) if known and dims == 3 else (None, False)
+    return (1, known.transposed) if known and dims == 3 else (usual_view(parameter.shape).lead, False)
 
 
 def _packed_gates(parameter: ParameterDescription, outputs: int) -> tuple[Sequence[Part], int]:

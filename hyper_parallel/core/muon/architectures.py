@@ -105,3 +105,6 @@ NAMES_OF_SEVERAL = (
     *("gate_up_proj", "gate_up", "w12", "w13", "Wi", "qkv_linear"),
 )
 """Names of linears that hold several matrices as a rule. Where nothing tells which, they are taken as one."""
+
+NORMS_WITHOUT_WEIGHTS: dict[str, str] = {"NanoChatAttention": "", "Llama4TextAttention": "use_qk_norm"}
+"""Attention that norms queries and keys and has no parameter for it; where the configuration's key, if any, is true."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Mapping, NamedTuple
 
 from hyper_parallel.core.muon.adapters import views_of
+from hyper_parallel.core.muon.architectures import NORMS_WITHOUT_WEIGHTS
 from hyper_parallel.core.muon.matrices import MatrixView
 from hyper_parallel.core.plan.assignment import Assignment, RoleResult
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
@@ -57,6 +58,8 @@ def attentions_of(
     """The attention modules that QK-clip can act on, in the model's order, and why it can't on others, by name."""
     roles = roles or assign_roles(description)
     views = views_of(description, roles=roles)
+    text = description.config.get("text_config")
+    config = text if isinstance(text, Mapping) else description.config
     modules: dict[Path, list[Member]] = {}
     for parameter in description.parameters:
         name, role = parse(parameter.name), roles.assignments.get(parameter.name)
@@ -66,7 +69,8 @@ def attentions_of(
     for holder, members in modules.items():
         path = members[0].name.module(len(holder))
         try:
-            found.append(_attention(path, members, views, description.config))
+            _refuse_norms(members, description.modules.get(path, ""), config)
+            found.append(_attention(path, members, views, config))
         except _Unclear as reason:
             unclear[path] = str(reason)
     return tuple(found), unclear
@@ -75,9 +79,6 @@ def attentions_of(
 def _attention(
     path: str, members: list[Member], views: Mapping[str, MatrixView], config: Mapping[str, object]
 ) -> Attention:
-    norm = next((each for each in members if each.role.role in _NORMS), None)
-    if norm:
-        raise _Unclear(f"{norm.parameter.name} norms what it would scale")
     linears = {each.role.role: each for each in members if len(each.parameter.shape) == 2 and not each.name.adapter}
     query = next((linears[role] for role in ("qkv", "query", "query_up") if role in linears), None)
     key = next((linears[role] for role in ("qkv", "key", "key_value_up") if role in linears), None)
@@ -98,15 +99,21 @@ def _attention(
     return Attention(path, heads, tuple(rows))
 
 
+def _refuse_norms(members: list[Member], owner: str, config: Mapping[str, object]) -> None:
+    """A norm of queries or keys undoes whatever their projections are scaled by."""
+    norm = next((each.parameter.name for each in members if each.role.role in _NORMS), "")
+    key = NORMS_WITHOUT_WEIGHTS.get(owner)
+    if norm or (key is not None and (not key or config.get(key))):
+        raise _Unclear(f"{norm or owner} norms what it would scale")
+
+
 def _heads(role: Assignment, config: Mapping[str, object]) -> int:
     """Query heads of what makes queries; 0 where nothing tells."""
     if role.role != "qkv":
         return role.heads or 0
     if role.packed_heads:
         return role.packed_heads[0]
-    text = config.get("text_config")
-    told = text if isinstance(text, Mapping) else config
-    return next((told[key] for key in CONFIG_KEYS["heads"] if isinstance(told.get(key), int)), 0)
+    return next((config[key] for key in CONFIG_KEYS["heads"] if isinstance(config.get(key), int)), 0)
 
 
 def _outputs(view: MatrixView) -> dict[str, list[Interval]]:
