@@ -18,6 +18,8 @@ from typing import Any, Callable, ContextManager, Iterable, Iterator, Mapping, N
 import numpy as np
 
 from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.muon.newton_schulz import NewtonSchulz
+from hyper_parallel.core.regions import Box
 
 Tensor = Any
 Parameter = Any
@@ -610,6 +612,68 @@ class Randomness(Protocol):
         """A number from 0 to 2**31 - 1 off the host's generator. Waits for no device."""
 
 
+class Orthogonalizing(Protocol):
+    """What a Muon step computes. Nothing is recorded; what lists hold belongs together in order; empty tensors are
+    allowed everywhere. `foreach` takes a list at once where the framework has operators for lists: the values are the
+    same, bit for bit."""
+
+    def newton_schulz(self, batch: Tensor, settings: NewtonSchulz) -> Tensor:
+        """The matrices of a `batch` [k, m, n], of `settings.input_dtype` or another floating dtype, orthogonalized: a
+        new contiguous tensor [k, m, n] of `settings.dtype`.
+
+        `batch` is cast first, then the norm of each matrix is taken in float32; for float16 the other way round.
+        Matrices that are taller than wide are transposed first. Intermediate results are made once for a batch where
+        the framework lets its caller say where they go. A matrix that holds NaN or infinity, or whose norm float32
+        can't hold, comes out as NaN throughout; the others of the batch don't notice.
+
+        Raises `LayoutError` for a batch of other than three dims."""
+
+    def momenta_(
+        self,
+        buffers: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        momentum: float,
+        form: str,
+        nesterov: bool,
+        dtype: str | None = None,
+        foreach: bool = True,
+    ) -> list[Tensor]:
+        """Take the gradients into the momentum `buffers`, in place, in the buffers' dtype, and return what is to be
+        orthogonalized, u: new contiguous tensors, cast to `dtype` where it is given.
+
+        "ema" is `b = lerp(b, g, 1 - momentum)`, u = `lerp(g, b, momentum)` with Nesterov's, else b; "heavy_ball" is
+        `b = momentum b + g`, u = `g + momentum b` or b, both 1 / (1 - momentum) times as large.
+
+        Raises `ConfigError` for another form."""
+
+    def apply_(
+        self,
+        parameters: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        learning_rate: float,
+        factors: Sequence[float],
+        decay: float,
+        foreach: bool = True,
+    ) -> None:
+        """`W *= 1 - learning_rate * decay`, then `W -= learning_rate * factor * update`, for `updates` of the
+        parameters' shapes and of any floating dtype. In half precision both are computed in float32 and rounded once,
+        or small decays would be lost."""
+
+    def normalize_rows_(
+        self, updates: Tensor, second: Tensor, beta2: float, eps: float, transposed: bool = False
+    ) -> None:
+        """NorMuon's second moment, for contiguous `updates` [k, m, n] and, in float32, `second` [k, m], both changed in
+        place: `v = lerp(v, mean of squares of each row, 1 - beta2)`, then each row is divided by `sqrt(v) + eps`, and
+        each matrix brought back to the norm that it had. A matrix of zeros stays one. `transposed` says that rows lie
+        as columns here: `second` is [k, n]. Computed in float32."""
+
+    def all_finite(self, tensors: Sequence[Tensor]) -> list[bool]:
+        """For each tensor whether all of its elements are finite. One wait for the device in all."""
+
+    def scale_blocks_(self, parameter: Tensor, boxes: Sequence[Box], factors: Sequence[float]) -> None:
+        """Multiply each box of a contiguous tensor with its factor, in place. A slice has start and stop."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One framework, as the core sees it."""
@@ -622,6 +686,7 @@ class Backend:
     training: Training
     interception: Interception
     randomness: Randomness
+    muon: Orthogonalizing
 
     def __deepcopy__(self, memo: dict) -> Backend:
         raise ConfigError(NO_COPY)  # what parallelize has put on a model, or on a module of it, holds this

@@ -5,6 +5,7 @@ from hyper_parallel.backends.mindspore import (
     collectives,
     interception,
     modules,
+    muon,
     randomness,
     tensors,
     training,
@@ -20,4 +21,5 @@ BACKEND = Backend(
     training=training,
     interception=interception,
     randomness=randomness,
+    muon=muon,
 )

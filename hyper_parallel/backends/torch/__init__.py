@@ -1,6 +1,15 @@
 """HyperParallel on PyTorch."""
 
-from hyper_parallel.backends.torch import autograd, collectives, interception, modules, randomness, tensors, training
+from hyper_parallel.backends.torch import (
+    autograd,
+    collectives,
+    interception,
+    modules,
+    muon,
+    randomness,
+    tensors,
+    training,
+)
 from hyper_parallel.core.backend import Backend
 
 BACKEND = Backend(
@@ -12,4 +21,5 @@ BACKEND = Backend(
     training=training,
     interception=interception,
     randomness=randomness,
+    muon=muon,
 )

@@ -1,0 +1,153 @@
+"""`core.backend.Orthogonalizing` for PyTorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Sequence
+
+import torch
+
+from hyper_parallel.backends.torch.tensors import wide
+from hyper_parallel.core.muon.iteration import check_form, check_update, iterate, matrix_batch
+from hyper_parallel.core.muon.newton_schulz import NewtonSchulz
+from hyper_parallel.core.regions import Box
+
+
+class _Products:
+    """`core.muon.iteration.Products`, into memory that is there."""
+
+    def room(self, like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        return like.new_empty(like.shape[0], rows, columns)
+
+    def gram(self, matrices: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(matrices, matrices.mT, out=room)
+
+    def product(self, left: torch.Tensor, right: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(left, right, out=room)
+
+    def fused(
+        self,
+        added: torch.Tensor,
+        beta: float,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        alpha: float,
+        room: torch.Tensor,
+    ) -> torch.Tensor:
+        return torch.baddbmm(added, left, right, beta=beta, alpha=alpha, out=room)
+
+    def plus_identity(self, matrices: torch.Tensor, factor: float, room: torch.Tensor) -> torch.Tensor:
+        room.copy_(matrices).diagonal(dim1=1, dim2=2).add_(factor)
+        return room
+
+
+@torch.no_grad()
+def newton_schulz(batch: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
+    """The matrices of a batch [k, m, n] orthogonalized, of `settings.dtype`; see `core.backend.Orthogonalizing`."""
+    _, rows, columns = matrix_batch(batch.shape)
+    tall, dtype = rows > columns, getattr(torch, settings.dtype)
+    source = batch.mT if tall else batch
+    x = torch.empty(source.shape, dtype=dtype, device=batch.device)
+    if x.numel():
+        # float16 would lose gradients before they have their norm.
+        cast = torch.empty_like(x, dtype=torch.float32) if dtype == torch.float16 else x
+        cast.copy_(source)
+        norms = torch.linalg.vector_norm(cast, dim=(1, 2), keepdim=True, dtype=torch.float32)
+        # Divided by infinity all would be zeros, and look like an update.
+        norms = torch.where(norms.isinf(), math.nan, norms + settings.eps)
+        torch.div(cast, norms, out=x)
+        del cast
+        x = iterate(_Products(), x, settings)
+    return x.mT.contiguous() if tall else x
+
+
+@torch.no_grad()
+def momenta_(
+    buffers: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    momentum: float,
+    form: str,
+    nesterov: bool,
+    dtype: str | None = None,
+    foreach: bool = True,
+) -> list[torch.Tensor]:
+    """Take the gradients into the momentum buffers, in place; what is to be orthogonalized, in new tensors."""
+    check_form(form)
+    if not foreach or not buffers:
+        one_by_one = zip(buffers, gradients, strict=True)
+        return [momenta_([b], [g], momentum, form, nesterov, dtype)[0] for b, g in one_by_one]
+    held = [buffer.detach() for buffer in buffers]
+    new = [gradient.detach().to(buffer.dtype) for gradient, buffer in zip(gradients, held, strict=True)]
+    if form == "ema":
+        torch._foreach_lerp_(held, new, 1 - momentum)
+        ahead = torch._foreach_lerp(new, held, momentum) if nesterov else held
+    else:
+        torch._foreach_mul_(held, momentum)
+        torch._foreach_add_(held, new)
+        ahead = torch._foreach_add(new, held, alpha=momentum) if nesterov else held
+    target = None if dtype is None else getattr(torch, dtype)
+    return [each.to(target or each.dtype, copy=not nesterov, memory_format=torch.contiguous_format) for each in ahead]
+
+
+@torch.no_grad()
+def apply_(
+    parameters: Sequence[torch.Tensor],
+    updates: Sequence[torch.Tensor],
+    learning_rate: float,
+    factors: Sequence[float],
+    decay: float,
+    foreach: bool = True,
+) -> None:
+    """Decay the parameters, then move each by its update times its factor; see `core.backend.Orthogonalizing`."""
+    together: dict[float, tuple[float, list[torch.Tensor], list[torch.Tensor]]] = {}
+    narrow = []
+    for place, (parameter, update, factor) in enumerate(zip(parameters, updates, factors, strict=True)):
+        target = parameter.detach()
+        check_update(place, tuple(update.shape), tuple(target.shape))
+        if wide(target.dtype) != target.dtype:
+            narrow.append((target, target.to(wide(target.dtype))))
+            target = narrow[-1][1]
+        targets, those = together.setdefault(factor if foreach else place, (factor, [], []))[1:]
+        targets.append(target)
+        those.append(update)
+    for factor, targets, those in together.values():
+        torch._foreach_mul_(targets, 1 - learning_rate * decay)
+        torch._foreach_add_(targets, those, alpha=-learning_rate * factor)
+    for target, value in narrow:
+        target.copy_(value)
+
+
+@torch.no_grad()
+def normalize_rows_(
+    updates: torch.Tensor, second: torch.Tensor, beta2: float, eps: float, transposed: bool = False
+) -> None:
+    """Divide each row by the root of its running mean square, and keep the norm of each matrix; both in place."""
+    if not updates.numel():
+        return
+    rows = updates.mT if transposed else updates
+    values = rows.float()
+    squares = values.square()
+    norms = squares.sum((1, 2), keepdim=True).sqrt_()
+    second.lerp_(squares.mean(2), 1 - beta2)
+    del squares
+    values = values / second.sqrt().add_(eps)[..., None]
+    after = torch.linalg.vector_norm(values, dim=(1, 2), keepdim=True)
+    rows.copy_(values.mul_(norms / after.add_(torch.finfo(torch.float32).tiny)))
+
+
+@torch.no_grad()
+def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """For each tensor whether all of its elements are finite; waits for the device once."""
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not filled:
+        return [True] * len(tensors)
+    largest = torch._foreach_norm(filled, math.inf)
+    found = iter(torch.stack([each.float() for each in largest]).isfinite().tolist())
+    return [next(found) if tensor.numel() else True for tensor in tensors]
+
+
+@torch.no_grad()
+def scale_blocks_(parameter: torch.Tensor, boxes: Sequence[Box], factors: Sequence[float]) -> None:
+    """Multiply each box of a tensor with its factor, in place."""
+    for box, factor in zip(boxes, factors, strict=True):
+        parameter.detach()[box].mul_(factor)
