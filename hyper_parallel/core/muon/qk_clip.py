@@ -152,7 +152,7 @@ class ClipOfRank:
         """
         problem = None
         try:
-            row = self.pack(_on_host(backend, maxima))
+            row = self.pack(on_host(backend, maxima))
         except ConfigError as error:
             problem, row = error, np.full(self._starts[-1], NONE, np.float32)
         row = np.append(row, np.float32(problem is not None))
@@ -221,7 +221,7 @@ class ClipOfRank:
         return f"QK-clip: the model has no attention {path!r}; it has {', '.join(known[:3])}{more}"
 
 
-def _on_host(backend: Backend, maxima: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def on_host(backend: Backend, maxima: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The values of tensors; a single wait for the device."""
     tensors = {path: each for path, each in maxima.items() if backend.tensors.is_tensor(each)}
     found = {path: np.asarray(each, np.float32) for path, each in maxima.items() if path not in tensors}

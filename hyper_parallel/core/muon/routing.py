@@ -17,6 +17,7 @@ from hyper_parallel.core.muon.architectures import (
 )
 from hyper_parallel.core.muon.matrices import MatrixView
 from hyper_parallel.core.plan.assignment import Assignment, RoleResult
+from hyper_parallel.core.plan.folding import fold
 from hyper_parallel.core.plan.forms import matches
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription
 from hyper_parallel.core.plan.names import Name, parse
@@ -68,6 +69,27 @@ def routes_of(
         tied = f"tied to {uses[first].name}, " if first else ""
         routes[name] = Route(found[first].algorithm, tied + found[first].why)
     return routes | _given_routes(description, given or {})
+
+
+def describe_routes(routes: Mapping[str, Route], views: Mapping[str, MatrixView]) -> str:
+    """A line for each parameter: name, algorithm, the matrices [out, in] that Muon sees, and why. Layers that are alike
+    share one."""
+    rows = [("parameter", "goes to", "matrices", "")]
+    for name, ((algorithm, why), shapes) in fold(
+        [(name, (route, _matrices(views[name]) if route.algorithm == "muon" else "")) for name, route in routes.items()]
+    ):
+        rows.append((name, algorithm, shapes, why))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]).rstrip() for row in rows
+    )
+
+
+def _matrices(view: MatrixView) -> str:
+    """`4 x (24x32, 24x32)` for four planes of two matrices."""
+    shapes = [f"{rows}x{columns}" for rows, columns in (matrix.shape for matrix in view.matrices)]
+    text = ", ".join(shapes) if len(shapes) < 5 else f"{shapes[0]}, ... ({len(shapes)})"
+    return f"{view.planes} x ({text})" if view.lead else text
 
 
 def _given_routes(description: ModelDescription, given: Mapping[str, str]) -> dict[str, Route]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hyper_parallel import ConfigError
-from hyper_parallel.core.muon.routing import routes_of
+from hyper_parallel.core.muon.adapters import views_of
+from hyper_parallel.core.muon.routing import describe_routes, routes_of
 from tests.core.plan.by_hand import HEADS, MODELS, by_hand, layerless, stored
 
 TO_ADAMW = {
@@ -113,3 +114,14 @@ def test_what_can_not_be_is_refused_by_name(given, words):
     with pytest.raises(ConfigError) as raised:
         routes_of(stored("llama"), given)
     assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_routes_are_told_with_the_matrices_and_layers_that_are_alike_once():
+    model = stored("mixtral")
+    lines = describe_routes(routes_of(model), views_of(model)).splitlines()
+    found = {line.split()[0]: line.split(None, 1)[1] for line in lines[1:]}
+    assert found["model.layers.0-1.mlp.experts.gate_up_proj"] == (
+        "muon     4 x (48x32, 48x32)  expert gate up: `gate_up` of the experts; as gate, up"
+    )
+    assert found["model.layers.0-1.input_layernorm.weight"].split() == ["adamw", "a", "vector"]
+    assert len(lines) == 1 + len({layerless(each.name) for each in model.parameters})
