@@ -122,6 +122,30 @@ def test_importing_the_backend_makes_operators_fail_where_they_stand(first, wher
     assert python(WHERE_IT_FAILS.format(first=first)).stdout == where
 
 
+AFTER_OPERATORS = """
+import time
+from glob import glob
+import mindspore as ms
+{first}
+for _ in range(20):
+    ms.mint.zeros((2,)).asnumpy()
+    time.sleep(0.05)
+threads = [open(path).read() for path in glob("/proc/self/task/*/stat")]
+print(sum(sum(map(int, each.rpartition(")")[2].split()[11:13])) for each in threads if "(ActorThread" in each))
+"""
+
+JOINED = """
+from hyper_parallel.backends.mindspore import collectives
+from hyper_parallel.core.backend import Launch
+collectives.initialize(Launch())
+"""
+
+
+def test_a_thread_that_has_nothing_to_do_works_on_until_the_backend_has_joined():
+    alone, joined = (int(python(AFTER_OPERATORS.format(first=first)).stdout) for first in ("", JOINED))
+    assert 4 * joined < alone, "mended where both are 0: a thread without work sleeps"
+
+
 def python(script: str) -> subprocess.CompletedProcess:
     """Run a script in a fresh process."""
     return subprocess.run(

@@ -28,7 +28,7 @@ from hyper_parallel.backends.mindspore.exchange import (
     send_bytes,
     sum_in_place,
 )
-from hyper_parallel.backends.mindspore.joining import join, set_device
+from hyper_parallel.backends.mindspore.joining import join, rest_when_idle, set_device
 from hyper_parallel.backends.mindspore.tensors import (
     copy_,
     dtype_name,
@@ -66,6 +66,7 @@ def initialize(launch: Launch) -> None:
         size = get_group_size()
         world = RankGroup(tuple(range(size)), get_rank(), GlobalComm.WORLD_COMM_GROUP if size > 1 else None)
     _job.enter(launch, world, "MindSpore")
+    rest_when_idle()
     barrier()  # the first rank to join must not end before the last one has
 
 
