@@ -148,12 +148,12 @@ def _between(targets: Sequence[Piece], sources: Sequence[Piece]) -> Iterator[Mov
         for source in sources:
             box = intersection(target.box, source.box)
             if box is not None:
-                yield _simplified(
+                yield simplified(
                     sizes_of(box), offset_in(target, box), target.strides, offset_in(source, box), source.strides
                 )
 
 
-def _simplified(
+def simplified(
     sizes: Sequence[int],
     target_start: int,
     target_strides: Sequence[int],

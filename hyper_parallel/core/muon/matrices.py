@@ -124,7 +124,7 @@ def _check_cover(view: MatrixView) -> None:
     for matrix in view.matrices:
         sides = []
         for name, ranges, length in (("rows", matrix.rows, size[0]), ("columns", matrix.columns, size[1])):
-            taken = [index for each in ranges for index in (each.start, each[-1]) if len(each)]
+            taken = [index for each in ranges if len(each) for index in (each.start, each[-1])]
             if any(not 0 <= index < length for index in taken):
                 raise ConfigError(f"{where}: {matrix.label or 'a matrix'} has the {name} {list(ranges)}, of {length}")
             mark = np.zeros(length, dtype=np.int64)

@@ -3,7 +3,7 @@
 Parameters count as `MuonPlan.parameters` has them: sorted by name. An engine drives a program through
 `core.muon.replay.Replay`:
 
-    plan = make_plan(parameters, topology, policy)         # of core.muon.plan; equal on all ranks, as is its fingerprint
+    plan = make_plan(parameters, topology, policy)         # core.muon.plan; equal on all ranks
     replay = Replay(backend, plan)                         # called by all ranks of the plan: it makes process groups
     for number, update in replay.updates(inputs, compute, shards, skipped):
         ...                                                # apply `update` to the part of the shard that is `number`
@@ -22,6 +22,7 @@ the others waiting.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,10 +67,12 @@ class Slot(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """Moves from what is kept under a number to a flat buffer; the way back is the same, turned round."""
+    """Moves from what is kept under a number to a flat buffer; the way back is the same, turned round. `whole` tells
+    where in the buffer all of it lies as it is, if it does."""
 
     kept: int
     moves: tuple[Move, ...]
+    whole: int | None = None
 
 
 class Hop(NamedTuple):
@@ -107,11 +110,13 @@ class Part(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """An all-gather of updated shards over the replicas `group`, ascending: `pieces` elements from each, uneven.
+    """An exchange of updated shards along `axis` between the replicas `group`, ascending: each has a piece for all
+    others, of so many elements.
 
-    `sent` lie in what this rank sends, `received`, of the others, in what it receives, which is the pieces in order.
+    All pieces, in order, make up a flat buffer, in which the parts `sent`, of this rank, and `received` lie.
     """
 
+    axis: str
     group: tuple[int, ...]
     dtype: str
     pieces: tuple[int, ...]
@@ -147,6 +152,13 @@ class RankBatch:
         return len(self.slots) * prod(self.shape)
 
 
+PIECES, ARRIVALS, MATRICES, SLICES, RESULTS = "pieces", "arrivals", "matrices", "slices", "results"
+COPIES = "copies"
+BUFFERS = (PIECES, ARRIVALS, MATRICES, SLICES, RESULTS, COPIES)
+"""The buffers of a rank: sent to owners, received by owners, put together; sent back, received back (two of these take
+turns); updated shards, of replicas and for them."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What one rank does in each step. `count` is the number of batches in the order that it shares with others; it
@@ -156,3 +168,24 @@ class Program:
     kept: tuple[Kept, ...]
     batches: tuple[RankBatch, ...]
     count: int
+
+    @cached_property
+    def capacities(self) -> dict[tuple[str, str], int]:
+        """Elements of each buffer that a step needs, by name and dtype: enough for every batch."""
+        most: dict[tuple[str, str], int] = {}
+
+        def fit(name: str, dtype: str, numel: int) -> None:
+            most[name, dtype] = max(most.get((name, dtype), 0), numel)
+
+        for batch in self.batches:
+            dtype = batch.settings.dtype
+            fit(MATRICES, dtype, batch.numel)
+            for hop in batch.hops:
+                fit(PIECES, dtype, hop.sent)
+                fit(ARRIVALS, dtype, hop.received)
+                fit(SLICES, dtype, hop.received)
+                fit(RESULTS, dtype, hop.sent)
+            for dtype in {each.dtype for each in batch.publications}:
+                alike = [each for each in batch.publications if each.dtype == dtype]
+                fit(COPIES, dtype, sum(sum(each.pieces) for each in alike))
+        return most
