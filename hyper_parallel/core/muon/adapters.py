@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, Iterable, Mapping, Sequence
 
 from hyper_parallel.core.errors import ConfigError
-from hyper_parallel.core.muon.architectures import CONVOLUTIONS, FUSED_ROWS, FusedRows
+from hyper_parallel.core.muon.architectures import CONVOLUTIONS, FUSED_ROWS, LATENT_ROLES, FusedRows
 from hyper_parallel.core.muon.matrices import LogicalMatrix, MatrixView, usual_view
 from hyper_parallel.core.plan.architectures import GATED_QUERIES, PACKED_EXPERTS
 from hyper_parallel.core.plan.assignment import Assignment, RoleResult
@@ -136,11 +136,9 @@ class _Model:
         self._roles = roles
         text = description.config.get("text_config")
         self._config: Mapping[str, Any] = text if isinstance(text, Mapping) else description.config
-        self._latents: dict[tuple[str, ...], int] = {}
-        for parameter in description.parameters:
-            role, name = roles.assignments.get(parameter.name), parse(parameter.name)
-            if role and role.role == "key_value_up" and role.input_dim is not None and not name.adapter:
-                self._latents[acts_in(name)] = parameter.shape[role.input_dim]
+        self._latents = {
+            acts_in(parse(name)) for name, role in roles.assignments.items() if role.role == "key_value_up"
+        }
 
     def view(self, parameter: ParameterDescription) -> MatrixView:
         """What the model tells of one parameter of two dims or more."""
@@ -160,6 +158,9 @@ class _Model:
         if entry:
             groups = _number(entry.groups, self._config)
             return _sized(entry.parts, outputs // groups if groups else 0, self._config), groups or 1
+        latent = self._latent(name, role, outputs)
+        if latent is not None:
+            return latent
         if role is None:
             return _packed_gates(parameter, outputs)
         if role.output_dim is None or role.input_dim is None or name.adapter == "in":
@@ -171,33 +172,41 @@ class _Model:
             return tuple((label, 1) for label in labels), outputs // role.interleaved
         if role.role == "qkv":
             return self._grouped(role.heads or 0, outputs)
-        return self._of_heads(name, role, outputs)
+        owner, heads = self.class_of(name, len(acts_in(name))), role.heads or 1
+        if role.role == "query" and owner in GATED_QUERIES and outputs % (2 * heads) == 0:
+            each = outputs // (2 * heads)
+            return (("query", each), ("gate", each)), heads
+        return (), 1
 
     def _grouped(self, groups: int, outputs: int) -> tuple[Sequence[Part], int]:
         """For each key head its queries, its key, its value."""
-        heads = next((self._config[key] for key in CONFIG_KEYS["heads"] if self._config.get(key)), 0)
-        if not groups or not isinstance(heads, int) or heads % groups or outputs % (heads + 2 * groups):
+        heads = self._heads()
+        if not groups or heads % groups or outputs % (heads + 2 * groups):
             return (), 1
         each = outputs // (heads + 2 * groups)
         return (("query", heads // groups * each), ("key", each), ("value", each)), groups
 
-    def _of_heads(self, name: Name, role: Assignment, outputs: int) -> tuple[Sequence[Part], int]:
-        """What the outputs of each head are, in latent attention and where queries come with a gate."""
-        holder, heads = acts_in(name), role.heads or 1
-        plain, turned, value = (
-            _number(key, self._config) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        )
-        if holder in self._latents and plain and turned and value:
-            if role.role in ("query", "query_up"):
-                return (("query", plain), ("rotated query", turned)), heads
-            if role.role == "key_value_up":
-                return (("key", plain), ("value", value)), heads
-            if role.role == "latent" and name.path[-1].startswith("kv"):
-                return (("latent", self._latents[holder]), ("rotated key", turned)), 1
-        if role.role == "query" and self.class_of(name, len(holder)) in GATED_QUERIES and outputs % (2 * heads) == 0:
-            each = outputs // (2 * heads)
-            return (("query", each), ("gate", each)), heads
-        return (), 1
+    def _latent(self, name: Name, role: Assignment | None, outputs: int) -> tuple[Sequence[Part], int] | None:
+        """What each head has in latent attention, whose features with positions stand apart; None elsewhere. Names of
+        their own tell it too, where the planner knows no role; sizes have to fit all the same."""
+        kind = role.role if role and acts_in(name) in self._latents else ""
+        if role is None or role.role == "latent":
+            kind = LATENT_ROLES.get(name.path[-1], "") if name.path and name.leaf == "weight" else ""
+        keys = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        plain, turned, value = (_number(key, self._config) for key in keys)
+        heads = (role.heads if role else None) or self._heads()
+        if not (kind and plain and turned and value and heads) or name.adapter == "in":
+            return None
+        if kind in ("query", "query_up"):
+            return (("query", plain), ("rotated query", turned)), heads
+        if kind == "key_value_up":
+            return (("key", plain), ("value", value)), heads
+        return ((("latent", outputs - turned), ("rotated key", turned)), 1) if kind == "latent" else None
+
+    def _heads(self) -> int:
+        """The configured number of query heads; 0 where nothing tells one for all layers."""
+        told = (self._config.get(key) for key in CONFIG_KEYS["heads"])
+        return next((each for each in told if _is_count(each)), 0)
 
     def _entry(self, name: Name) -> FusedRows | None:
         bare = name.leaf not in ("weight", "bias")

@@ -40,7 +40,7 @@ FUSED_ROWS: tuple[FusedRows, ...] = (
         ("Qwen3NextGatedDeltaNet",), ("in_proj_ba",), (("beta", ""), ("decay", "")), groups="linear_num_key_heads"
     ),
     FusedRows(
-        ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "LaraMiniGatedDeltaNet"),
+        ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "LaraMiniGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"),
         ("in_proj_qkv",),
         (("query", _KEYS), ("key", _KEYS), ("value", "")),
     ),
@@ -60,9 +60,38 @@ FUSED_ROWS: tuple[FusedRows, ...] = (
         ("in_proj",),
         (("input", ""), ("gate", "")),
     ),
+    *(
+        FusedRows((owner,), ("in_proj",), (("gate", ""), ("input", ""), ("B", part), ("C", part), ("step", heads)))
+        for owner, part, heads in (
+            ("Mamba2Mixer", "n_groups * state_size", "num_heads"),
+            ("BambaMixer", "mamba_n_groups * mamba_d_state", "mamba_n_heads"),
+            ("FalconH1Mixer", "mamba_n_groups * mamba_d_state", "mamba_n_heads"),
+            ("GraniteMoeHybridMambaLayer", "mamba_n_groups * mamba_d_state", "mamba_n_heads"),
+            ("NemotronHMamba2Mixer", "n_groups * ssm_state_size", "mamba_num_heads"),
+            ("Zamba2MambaMixer", "mamba_ngroups * mamba_d_state", "n_mamba_heads"),
+        )
+    ),
     FusedRows(("MultiheadAttention",), ("in_proj_weight",), (("query", ""), ("key", ""), ("value", ""))),
+    FusedRows(("Phi4MultimodalAttention",), ("qkv_proj",), (("query", "hidden_size"), ("key", ""), ("value", ""))),
+    FusedRows(("JetMoeAttention",), ("kv_proj",), (("key", ""), ("value", ""))),
+    FusedRows(("Phi4MultimodalMLP", "Zamba2MLP"), ("gate_up_proj",), (("gate", ""), ("up", ""))),
+    FusedRows(("Phi4MultimodalAudioMLP",), ("gate_up_proj",), (("up", ""), ("gate", ""))),
+    FusedRows(("ModernBertDecoderMLP", "ModernBertMLP"), ("Wi",), (("gate", ""), ("up", ""))),
+    FusedRows(("JetMoeMoE",), ("input_linear",), (("gate", ""), ("up", ""))),
+    FusedRows(
+        ("InklingExperts", "Inkling2Experts", "Inkling2LoopExperts", "LongcatFlashExperts"),
+        ("gate_up_proj",),
+        (("gate", ""), ("up", "")),
+    ),
 )
 """An entry holds for linears, or bare parameters, of these names in modules of these classes."""
+
+LATENT_ROLES: dict[str, str] = {
+    "q_b_proj": "query_up",
+    "kv_b_proj": "key_value_up",
+    "kv_a_proj_with_mqa": "latent",
+}
+"""Names of latent attention that mean one thing wherever the configuration's sizes fit, planned or not."""
 
 NO_MATRIX_ROLES: dict[str, str] = {
     "embedding": "an embedding: its rows are looked up, and a step touches few of them",
@@ -96,7 +125,8 @@ HEAD_NAMES = (
 
 NO_MATRIX_NAMES = (
     *("A_log", "D", "dt_bias", "*_bias", "bias", "*embed*", "*pos_emb*", "*_token", "*_tokens", "*_table", "gamma"),
-    *("beta", "*_scale", "scale", "lambda*", "*_gamma", "ls[12]", "layer_scale*", "conv_weight"),
+    *("beta", "*_scale", "scale", "lambda*", "*_gamma", "ls[12]", "layer_scale*", "conv_weight", "rel_pos*"),
+    "time_mix*",
 )
 """Bare parameters that are used element by element, or looked up, however many dims they have."""
 

@@ -143,6 +143,40 @@ def test_queries_without_a_latent_of_their_own_have_two_factors_too():
     assert [(each.label, each.shape) for each in view.matrices] == [("query", (32, 32)), ("rotated query", (16, 32))]
 
 
+def test_names_of_latent_attention_tell_where_the_planner_knows_no_role():
+    """LongCat has two attentions in a list in each block."""
+    latent = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    around = {"layers.0.self_attn.0": "LongcatFlashMLA"}
+    found = [
+        [each.label for each in one(shape, "Linear", f"layers.0.self_attn.0.{name}.weight", around, latent).matrices]
+        for name, shape in {"q_b_proj": (48, 16), "kv_b_proj": (64, 12), "kv_a_proj_with_mqa": (16, 32)}.items()
+    ]
+    assert found == [["query", "rotated query"], ["key", "value"], ["latent", "rotated key"]]
+    other = one((50, 16), "Linear", "layers.0.self_attn.0.q_b_proj.weight", around, latent)
+    assert len(other.matrices) == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "shape", "config", "expected"),
+    [
+        (
+            "Mamba2Mixer",
+            "in_proj.weight",
+            (148, 32),
+            {"n_groups": 2, "state_size": 4, "num_heads": 4},
+            {"gate": 64, "input": 64, "B": 8, "C": 8, "step": 4},
+        ),
+        ("JetMoeMoE", "input_linear.weight", (4, 96, 32), {}, {"gate": 48, "up": 48}),
+        ("LongcatFlashExperts", "gate_up_proj", (4, 96, 32), {}, {"gate": 48, "up": 48}),
+        ("Phi4MultimodalAttention", "qkv_proj.weight", (64, 32), {}, {"query": 32, "key": 16, "value": 16}),
+    ],
+)
+def test_what_architectures_say_of_linears_that_are_not_planned(owner, name, shape, config, expected):
+    view = one(shape, "Linear" if "." in name else owner, f"layers.0.it.{name}", {"layers.0.it": owner}, config)
+    assert {each.label: each.shape[0] for each in view.matrices} == expected
+    assert view.planes == (4 if len(shape) == 3 else 1)
+
+
 def test_queries_with_a_gate_beside_each():
     """Qwen3-Next: `q_proj(x).view(.., heads, 2 * size).chunk(2)`."""
     weight, attention = numbered(64, 32), "layers.0.self_attn"
