@@ -21,6 +21,13 @@ class Case(NamedTuple):
     skipped: tuple[int, ...] = ()
 
 
+class Once(dict):
+    """Values that are handed over once."""
+
+    def __getitem__(self, key: int) -> Tensor:
+        return self.pop(key)
+
+
 def steps(backend: Backend, cases: Sequence[Case]) -> list[list[list[np.ndarray]]]:
     """The local shards of this rank after each of two steps of every case, in which a shard becomes its update; shards
     that are to be received from a replica are NaN before."""
@@ -40,11 +47,11 @@ def one_step(backend: Backend, replay: Replay, case: Case, seed: int) -> list[np
         shards[index] = tensors.from_numpy(
             own[-1] if index in case.skipped else np.full_like(own[-1], np.nan), each.dtype
         )
-    inputs = {
-        number: tensors.from_numpy(plan_cases.part_of(own[each.index], each), "float32")
+    inputs = Once(
+        (number, tensors.from_numpy(plan_cases.part_of(own[each.index], each), "float32"))
         for number, each in enumerate(kept)
         if each.index not in case.skipped
-    }
+    )
 
     def compute(batch: RankBatch, matrices: Tensor) -> Tensor:
         made = getattr(plan_cases, case.function)(tensors.to_numpy(matrices))
@@ -54,4 +61,5 @@ def one_step(backend: Backend, replay: Replay, case: Case, seed: int) -> list[np
         assert tuple(update.shape) == kept[number].local_shape
         flat = tensors.flat(shards[kept[number].index])
         tensors.copy_(tensors.alias(flat, kept[number].start, update.shape), update)
+    assert not inputs
     return [tensors.to_numpy(shards[index]) for index in range(len(plan.parameters))]

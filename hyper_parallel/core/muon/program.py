@@ -9,7 +9,7 @@ Parameters count as `MuonPlan.parameters` has them: sorted by name. An engine dr
         ...                                                # apply `update` to the part of the shard that is `number`
 
 `inputs[number]` is what is to be orthogonalized of `replay.program.kept[number]`, of its `local_shape` and of any
-floating dtype; it is asked for once, when its batch sets out, so that a lazy mapping saves memory. `compute(batch, X)`
+floating dtype; it is asked for once, when the first batch with a matrix of it sets out. `compute(batch, X)`
 gets a `RankBatch` and its matrices [k, m, n] in the dtype of the orthogonalization, and returns the results, of the
 same shape and dtype; a factor of a logical matrix is its caller's, who sees the matrices whole there. `update` is of
 the part's `local_shape` and in that dtype, and good until the next one is asked for. `shards[index]` is the local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Callable, Collection, Iterator, Mapping
 
 from hyper_parallel.core.backend import Backend, Group, Tensor, Work
@@ -42,6 +43,8 @@ class Replay:
                 if each.group not in self._groups:
                     self._groups[each.group] = backend.collectives.groups([each.group])
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
+        self.uses = Counter(feed.kept for batch in self.program.batches for feed in batch.feeds)
+        """In how many batches there are matrices of what is kept."""
 
     def updates(
         self,
@@ -55,7 +58,8 @@ class Replay:
 
         Args:
             inputs: by the number of what is kept, of its `local_shape` and of any floating dtype: what is to be
-                orthogonalized. Each is asked for once, when its batch sets out.
+                orthogonalized. Each is asked for once, when the first batch with a matrix of it sets out, so that a
+                mapping can make them one after the other.
             compute: orthogonalizes a batch. Factors of logical matrices are its caller's: here they are whole.
             shards: by parameter, its contiguous local tensor. An update is applied to it before the next one is asked
                 for; replicas are then sent the result, and overwrite their shards.
@@ -118,6 +122,8 @@ class _Step:
         self._returning: Work | None = None
         self._published: tuple[RankBatch, list[Work]] | None = None
         self._updates: dict[int, Tensor] = {}
+        self._needed = dict(replay.uses)
+        self._held: dict[int, Tensor] = {}
         self.do = {
             "send": self._send,
             "receive": self._receive,
@@ -166,9 +172,15 @@ class _Step:
         kept = self._kept[batch.feeds[0].kept]
         if kept.numel != batch.numel or kept.index in self._skipped:
             return None
-        given = self._inputs[batch.feeds[0].kept]
-        cast = self._tensors.dtype_name(given) != batch.settings.dtype
-        return self._cast(given, batch.settings.dtype) if cast else self._tensors.flat(given)
+        return self._cast(self._input(batch.feeds[0].kept), batch.settings.dtype)
+
+    def _input(self, number: int) -> Tensor:
+        """What is to be orthogonalized of what is kept, which is held until the last batch with a part of it."""
+        given = self._held.pop(number) if number in self._held else self._inputs[number]
+        self._needed[number] -= 1
+        if self._needed[number]:
+            self._held[number] = given
+        return given
 
     def _fill(self, batch: RankBatch, target: Tensor) -> None:
         """What is kept, cast, to where its pieces are read from; zeros of what is skipped."""
@@ -177,7 +189,7 @@ class _Step:
             if kept.index in self._skipped:
                 source = self._tensors.zeros((kept.numel,), batch.settings.dtype)
             else:
-                source = self._inputs[feed.kept]
+                source = self._input(feed.kept)
             if feed.whole is not None:
                 self._tensors.copy_(self._tensors.alias(target, feed.whole, (kept.numel,)), source)
             else:
