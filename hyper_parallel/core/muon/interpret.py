@@ -265,6 +265,9 @@ class _Step:
     ) -> None:
         """The all-to-all of a hop, on all these ranks."""
         taking_part = {rank.program.rank: (rank, batch) for rank, batch in members}
+        for rank, batch in members:
+            if not rank.buffer(names[0]).sending:
+                raise RuntimeError(f"rank {rank.program.rank} waits in batch {batch.number} for what has not set out")
         for receiver, (rank, batch) in taking_part.items():
             step, parts = batch.hops[hop], []
             for member, expected in zip(step.group, step.input_splits if back else step.output_splits):

@@ -21,6 +21,7 @@ from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.muon.batches import Assignment, assign
 from hyper_parallel.core.muon.components import Component, Kind, components_of
 from hyper_parallel.core.muon.costs import bytes_of, computations_of
+from hyper_parallel.core.muon.describe import describe
 from hyper_parallel.core.muon.domains import domain_of
 from hyper_parallel.core.muon.exchange import program_of
 from hyper_parallel.core.muon.matrices import MatrixView
@@ -54,25 +55,29 @@ class MuonPlan:
         if rank not in self._programs:
             component = self._component_of(rank)
             self._programs[rank] = program_of(
-                rank, component, self.assignment(component), self.parameters, self._kind_of
+                rank, component, self.assignment(component), self.parameters, self.kind_of
             )
         return self._programs[rank]
 
     def check(self) -> None:
         """Raise `ConfigError` for matrices that are cut between supernodes, where the policy refuses that."""
         known: set[int] = set()
-        for each, kind in zip(self.parameters, self._kind_of):
+        for each, kind in zip(self.parameters, self.kind_of):
             if kind not in known:
                 known.add(kind)
                 made = self.kinds[kind]
                 check_shard_groups(each, made.domain, made.clusters, self.topology, self.policy)
+
+    def describe(self) -> str:
+        """The plan in words and numbers: what is cut, which replicas share work and why, owners, batches, costs."""
+        return describe(self)
 
     @cached_property
     def fingerprint(self) -> str:
         """Equal where plans are equal, whichever process they are in."""
         kinds = [repr((each.layout.mesh, str(each.layout), each.view)) for each in self.kinds]
         rows = [
-            (each.name, self._kind_of[place], each.dtype, repr(each.settings), each.state_dtype)
+            (each.name, self.kind_of[place], each.dtype, repr(each.settings), each.state_dtype)
             for place, each in enumerate(self.parameters)
         ]
         return sha256(repr((kinds, rows, self.topology.supernodes, self.policy)).encode()).hexdigest()
@@ -95,7 +100,7 @@ class MuonPlan:
         for component in self.components:
             if component.signature not in self._traffic:
                 self._traffic[component.signature] = bytes_of(
-                    component, self.assignment(component), self.parameters, self._kind_of
+                    component, self.assignment(component), self.parameters, self.kind_of
                 )
             for key, count in self._traffic[component.signature].items():
                 total[key] = total.get(key, 0) + count
@@ -139,7 +144,8 @@ class MuonPlan:
         return tuple(made.values())
 
     @cached_property
-    def _kind_of(self) -> list[int]:
+    def kind_of(self) -> list[int]:
+        """For each parameter the number of its kind."""
         numbers = {(kind.layout, kind.view): number for number, kind in enumerate(self.kinds)}
         return [numbers[each.layout, each.view] for each in self.parameters]
 
@@ -152,7 +158,7 @@ class MuonPlan:
         """What is decided for a component."""
         if component.signature not in self._assignments:
             self._assignments[component.signature] = assign(
-                component, self.parameters, self._kind_of, self.policy.batch_elements
+                component, self.parameters, self.kind_of, self.policy.batch_elements
             )
         return self._assignments[component.signature]
 

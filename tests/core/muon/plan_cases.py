@@ -7,9 +7,9 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from hyper_parallel import Layout
+from hyper_parallel import DeviceMesh, Layout, Shard
 from hyper_parallel.core.muon.interpret import Traffic, interpret
-from hyper_parallel.core.muon.matrices import LogicalMatrix, MatrixView
+from hyper_parallel.core.muon.matrices import LogicalMatrix, MatrixView, split_rows, usual_view
 from hyper_parallel.core.muon.newton_schulz import NewtonSchulz
 from hyper_parallel.core.muon.parameters import MuonParameter, MuonPolicy
 from hyper_parallel.core.muon.plan import MuonPlan, make_plan
@@ -135,3 +135,29 @@ def _local(layout: Layout, value: np.ndarray, rank: int) -> np.ndarray:
 def part_of(shard: np.ndarray, kept) -> np.ndarray:
     """The part of a local shard that is kept, over its memory."""
     return shard.reshape(-1)[kept.start : kept.start + kept.numel].reshape(kept.local_shape)
+
+
+MODELS = {
+    "0.6B": (28, 1024, 2048, 1024, 3072),
+    "8B": (36, 4096, 4096, 1024, 12288),
+    "30B of experts": (48, 2048, 4096, 512, 768),
+}
+"""Layers, width, width of queries, of keys and values, and inside of an MLP."""
+
+
+def transformer(size: str, mesh: DeviceMesh, layers: int | None = None) -> list[MuonParameter]:
+    """A decoder's matrices, of sizes in use, cut by rows over `shard`; packed, 128 experts, over `expert` too."""
+    count, width, queries, keys, inner = MODELS[size]
+    rows, made = {"shard": Shard(0)}, []
+    shapes = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
+    if "experts" not in size:
+        shapes |= {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+    else:
+        shapes |= {"gate_up": (128, 2 * inner, width), "down": (128, width, inner)}
+    for layer in range(layers or count):
+        for name, shape in shapes.items():
+            packed = {"shard": Shard(1)} | ({"expert": Shard(0)} if "expert" in mesh.names else {})
+            view = split_rows(shape, (inner, inner), lead=1) if name == "gate_up" else usual_view(shape)
+            layout = Layout(mesh, packed if len(shape) == 3 else rows, shape)
+            made.append(MuonParameter(f"layers.{layer}.{name}", layout, view, "bfloat16", NewtonSchulz()))
+    return made

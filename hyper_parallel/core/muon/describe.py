@@ -1,0 +1,189 @@
+"""A plan of Muon in words and numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Iterator, Mapping, Sequence
+
+from hyper_parallel.core.muon.batches import Assignment, Batch
+from hyper_parallel.core.muon.components import Component, Kind
+from hyper_parallel.core.muon.owners import Unit
+from hyper_parallel.core.muon.subgroups import Cluster
+from hyper_parallel.core.topology import Topology
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.muon.plan import MuonPlan
+
+
+def describe(plan: MuonPlan) -> str:
+    """See `MuonPlan.describe`."""
+    lines = [*_head(plan), *_kinds(plan), *_costs(plan)]
+    alike: dict[tuple, list[Component]] = {}
+    for component in plan.components:
+        alike.setdefault(component.signature, []).append(component)
+    for components in alike.values():
+        lines += _component(plan, components)
+    return "\n".join(lines) + "\n"
+
+
+def _head(plan: MuonPlan) -> Iterator[str]:
+    ranks = sum(len(component.ranks) for component in plan.components)
+    matrices = sum(each.view.planes * len(each.view.matrices) for each in plan.parameters)
+    parameters = _count(len(plan.parameters), "parameter")
+    yield f"Muon: {parameters} with {_count(matrices, 'matrix', 'matrices')} on {_count(ranks, 'rank')}"
+    yield f"  topology: {plan.topology}"
+    yield (
+        f"  slow_shard={plan.policy.slow_shard!r}, replicas={plan.policy.replicas!r}, "
+        f"batches of at most {plan.policy.batch_elements:,} elements of a shard group"
+    )
+
+
+# What is cut, and who shares work
+
+
+def _kinds(plan: MuonPlan) -> Iterator[str]:
+    for number, kind in enumerate(plan.kinds):
+        members = [each for each, of in zip(plan.parameters, plan.kind_of) if of == number]
+        others = f" and {len(members) - 1} like it" if len(members) > 1 else ""
+        yield f"{members[0].name}{others}: {kind.layout} over {kind.layout.mesh}"
+        yield f"  {_matrices_of(kind)}"
+        if kind.domain.spread:
+            yield f"  along {_named(kind.domain.spread)}: other matrices on each rank, nothing travels"
+        if kind.domain.replicas:
+            yield from _subgroups(kind, plan.topology, plan.policy.replicas)
+
+
+def _matrices_of(kind: Kind) -> str:
+    cells = kind.domain.cells
+    cut = sum(int((cell.holders > 1).sum()) for cell in cells)
+    complete = sum(int((cell.holders == 1).sum()) for cell in cells)
+    parts = []
+    if cut:
+        size = kind.domain.grid.shape[2]
+        matrices = _count(cut, "matrix is", "matrices are")
+        parts.append(f"{matrices} cut along {_named(kind.domain.axes)}: one owner among {size} ranks for each")
+    if complete:
+        matrices = _count(complete, "matrix is", "matrices are")
+        parts.append(f"{matrices} complete on a rank of each copy, where nothing travels")
+    return "; ".join(parts) or "no elements"
+
+
+def _subgroups(kind: Kind, topology: Topology, replicas: str) -> Iterator[str]:
+    copies = kind.domain.grid.shape[1]
+    along = f"  along {_named(kind.domain.replicas)}: {_count(copies, 'copy', 'copies')}"
+    if replicas != "owner":
+        yield f"{along}, each of which keeps momentum and computes"
+        return
+    clusters = [cluster for cluster in kind.clusters if cluster.cell == 0]
+    sizes = sorted({len(cluster.copies) for cluster in clusters})
+    yield f"{along}, {' or '.join(map(str, sizes))} of which share work; {len(clusters)} times the same is computed"
+    numbers = {tuple(ranks): number for number, ranks in enumerate(kind.domain.grid[0].tolist())}
+    for cluster in clusters[:8]:
+        yield f"    {_subgroup(cluster, numbers, topology)}"
+    if len(clusters) > 8:
+        yield f"    ... {len(clusters) - 8} more"
+
+
+def _subgroup(cluster: Cluster, numbers: Mapping[tuple[int, ...], int], topology: Topology) -> str:
+    """Which copies, where they are, and what is strange about that."""
+    copies = [numbers[ranks] for ranks in cluster.copies]
+    homes = sorted({topology.supernodes[rank] for rank in cluster.copies[0]})
+    ranks = sorted(rank for each in cluster.copies for rank in each)
+    noun = "copy" if len(copies) == 1 else "copies"
+    text = f"{noun} {_short(copies)} on the ranks {_short(ranks)}: supernode{'s' * (len(homes) > 1)} {_short(homes)}"
+    notes = []
+    if copies != list(range(copies[0], copies[0] + len(copies))):
+        notes.append("not neighbours in the mesh: ranks are permuted against supernodes")
+    if len(homes) > 1:
+        notes.append("a copy spans them, so that only copies that do so at the same places share work")
+    shared = [
+        machine for machine in sorted({topology.machines[rank] for rank in ranks}) if _spans(machine, ranks, topology)
+    ]
+    if shared:
+        notes.append(f"machine{'s' * (len(shared) > 1)} {_short(shared)} also of other subgroups")
+    return text + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _spans(machine: int, ranks: Sequence[int], topology: Topology) -> bool:
+    """Tell whether a machine has ranks of other subgroups, although its supernode is one."""
+    return any(home == machine and rank not in ranks for rank, home in enumerate(topology.machines))
+
+
+# What it costs
+
+
+def _costs(plan: MuonPlan) -> Iterator[str]:
+    worst = plan.imbalance
+    for name, loads, unit in (("flops", plan.flops, "GFLOP"), ("state", plan.state_bytes, "MB of momentum")):
+        size = 1e9 if name == "flops" else 1e6
+        values = [value / size for value in loads.values()] or [0.0]
+        yield (
+            f"  {unit} per rank: {min(values):,.3f} to {max(values):,.3f}; "
+            f"the most loaded rank has {worst[name]:.3f} times the mean"
+        )
+    if not plan.bytes:
+        yield "  nothing travels"
+    for (axis, tier), count in plan.bytes.items():
+        yield f"  {count:,} bytes per step along {axis} on the {tier} tier"
+
+
+# Who does what
+
+
+def _component(plan: MuonPlan, components: Sequence[Component]) -> Iterator[str]:
+    component = components[0]
+    assignment = plan.assignment(component)
+    others = f", and so in {len(components) - 1} more such sets" if len(components) > 1 else ""
+    yield f"ranks {_short(component.ranks)}{others}: {_count(len(assignment.batches), 'batch', 'batches')}"
+    for number, batch in enumerate(assignment.batches):
+        yield f"  {number}: {_batch(batch, component)}"
+    for index, each in enumerate(plan.parameters):
+        units = [unit for unit in assignment.units if unit.index == index]
+        if units:
+            yield f"  {each.name} {list(each.layout.shape)}: {_owners(units, component, assignment, plan)}"
+
+
+def _batch(batch: Batch, component: Component) -> str:
+    alike = batch.alike
+    made: dict[int, int] = {}
+    for gathering in batch.groups:
+        for block in gathering.blocks:
+            rank = component.ranks[gathering.ranks[block.owner]]
+            made[rank] = made.get(rank, 0) + block.last - block.first
+    where = f"cut along {_named(alike.axes)}" if alike.axes else "complete"
+    rows, columns = alike.shape
+    matrices = _count(sum(made.values()), "matrix", "matrices")
+    owners = ", ".join(f"{rank}: {count}" for rank, count in sorted(made.items())[:16])
+    more = ", ..." if len(made) > 16 else ""
+    how = f"{alike.settings.method_for(*alike.shape)} in {alike.settings.dtype}"
+    return f"{matrices} of {rows} x {columns}, {how}, {where}; by rank {owners}{more}"
+
+
+def _owners(units: Sequence[Unit], component: Component, assignment: Assignment, plan: MuonPlan) -> str:
+    kept: set[int] = set()
+    for unit in units:
+        cluster = component.clusters[plan.kind_of[unit.index]][unit.cluster]
+        kept |= set(cluster.copies[unit.copy])
+    numbers = {number for number, unit in enumerate(assignment.units) if unit.index == units[0].index}
+    computed = sorted(
+        {
+            component.ranks[gathering.ranks[block.owner]]
+            for batch in assignment.batches
+            for gathering in batch.groups
+            for block in gathering.blocks
+            if block.unit in numbers
+        }
+    )
+    return f"momentum on {_short(sorted(kept))}, orthogonalized on {_short(computed)}"
+
+
+def _named(axes: Sequence[str]) -> str:
+    return " and ".join(axes)
+
+
+def _short(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:16]))
+    return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > 16 else shown
+
+
+def _count(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
