@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
 from hyper_parallel import ConfigError, ModelDescription, PlanError, backends
@@ -65,6 +66,25 @@ def test_a_module_is_described_with_its_buffers_and_ties():
         ),
         config={"hidden_size": 4},
     )
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, as FSDP2 needs one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_what_fsdp2_has_sharded_goes_by_the_names_that_it_had(one_rank):
+    model = Small().float()
+    before = described(model)
+    for module in (*model.layers, model):
+        torch.distributed.fsdp.fully_shard(module)
+    after = described(model)
+    assert type(model).__name__ != "Small" and after.class_name == "Small"
+    assert after.modules == before.modules
+    assert [each.module_class for each in after.parameters] == [each.module_class for each in before.parameters]
 
 
 def test_the_meta_device_gives_the_same_description():

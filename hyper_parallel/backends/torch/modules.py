@@ -25,8 +25,11 @@ def named_modules(module: Module) -> Iterator[tuple[str, Module]]:
 
 
 def class_name(module: Module) -> str:
-    """See `core.backend.Modules`."""
-    return type(module).__name__
+    """See `core.backend.Modules`. What FSDP2 has sharded is of a class made for that, and goes by the name it had."""
+    kind = type(module)
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+        kind = kind.__bases__[1]
+    return kind.__name__
 
 
 def without_values() -> ContextManager[None]:
