@@ -618,10 +618,10 @@ class Orthogonalizing(Protocol):
     same, bit for bit."""
 
     def newton_schulz(self, batch: Tensor, settings: NewtonSchulz) -> Tensor:
-        """The matrices of a `batch` [k, m, n], of `settings.input_dtype` or another floating dtype, orthogonalized: a
-        new contiguous tensor [k, m, n] of `settings.dtype`.
+        """The matrices of a `batch` [k, m, n], of `settings.wire_dtype` or another floating dtype, orthogonalized in
+        `settings.dtype`: a new contiguous tensor [k, m, n] of `settings.wire_dtype`.
 
-        `batch` is cast first, then the norm of each matrix is taken in float32; for float16 the other way round.
+        `batch` is cast first, then the norm of each matrix is taken in float32, and to float16 when it has its norm.
         Matrices that are taller than wide are transposed first. Intermediate results are made once for a batch where
         the framework lets its caller say where they go. A matrix that holds NaN or infinity, or whose norm float32
         can't hold, comes out as NaN throughout; the others of the batch don't notice.

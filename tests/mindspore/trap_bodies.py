@@ -154,6 +154,22 @@ def bfloat16_has_no_arithmetic_to_speak_of(backend: Backend) -> None:
     assert tensors.to_numpy(halves).tolist() == [3, 3, 3, 3]
 
 
+def products_in_half_precision_have_no_kernels(backend: Backend) -> None:
+    """They are made in float32, and each is rounded once."""
+    numbers = np.random.default_rng(0).standard_normal((2, 8, 8)).astype(np.float16).astype(np.float32)
+    wide = ms.Tensor(numbers)
+    half = wide.astype(ms.bfloat16)
+    assert raises(lambda: mint.bmm(half, half), "Unsupported data type"), "mended: bfloat16 has batched products"
+    assert raises(lambda: ops.baddbmm(half, half, half, beta=0.3, alpha=0.7), "must be integ"), "mended: fractions"
+    assert raises(lambda: mint.baddbmm(wide, wide, wide, beta=0.3, alpha=0.7), "unregistered"), "mended: mint.baddbmm"
+    half = wide.astype(ms.float16)
+    several = ops.baddbmm(half, half, half, beta=0.3, alpha=0.7).asnumpy()
+    once = (0.3 * np.float64(numbers) + 0.7 * np.float64(numbers) @ numbers).astype(np.float16)
+    assert (several != once).mean() > 0.1, "mended: ops.baddbmm rounds once"
+    found = backend.muon._Products("float16").fused(wide, 0.3, wide, wide, 0.7, None)
+    assert (found.asnumpy() == once).all()
+
+
 def memory_statistics_are_zero(backend: Backend) -> None:
     held = mint.zeros((1000,))
     assert ms.runtime.max_memory_allocated() == 0, "mended: MindSpore counts a CPU's memory"

@@ -63,20 +63,20 @@ class _Products:
 
 
 def newton_schulz(batch: ms.Tensor, settings: NewtonSchulz) -> ms.Tensor:
-    """The matrices of a batch [k, m, n] orthogonalized, of `settings.dtype`; see `core.backend.Orthogonalizing`."""
+    """The matrices of a batch [k, m, n] orthogonalized; see `core.backend.Orthogonalizing`."""
     _, rows, columns = matrix_batch(tuple(batch.shape))
     if batch.size == 0:
-        return tensors.zeros(batch.shape, settings.dtype)
+        return tensors.zeros(batch.shape, settings.wire_dtype)
     products, tall = _Products(settings.dtype), rows > columns
     with ms._no_grad():
         source = mint.transpose(batch, 1, 2) if tall else batch
-        given = _cast(_cast(source, settings.input_dtype), "float32")
+        given = _cast(_cast(source, settings.wire_dtype), "float32")
         norms = mint.sqrt(mint.sum(given * given, (1, 2), keepdim=True))
         # Divided by infinity all would be zeros, and look like an update.
         norms = mint.where(norms == math.inf, math.nan, norms + settings.eps)
         x = products.rounded(_cast(given / norms, products.carrier))
         x = iterate(products, x, settings)
-        return _cast(mint.transpose(x, 1, 2) if tall else x, settings.dtype)
+        return _cast(mint.transpose(x, 1, 2) if tall else x, settings.wire_dtype)
 
 
 def _cast(tensor: ms.Tensor, dtype: str) -> ms.Tensor:

@@ -43,7 +43,7 @@ class _Products:
 
 @torch.no_grad()
 def newton_schulz(batch: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
-    """The matrices of a batch [k, m, n] orthogonalized, of `settings.dtype`; see `core.backend.Orthogonalizing`."""
+    """The matrices of a batch [k, m, n] orthogonalized; see `core.backend.Orthogonalizing`."""
     _, rows, columns = matrix_batch(batch.shape)
     tall, dtype = rows > columns, getattr(torch, settings.dtype)
     source = batch.mT if tall else batch
@@ -58,7 +58,7 @@ def newton_schulz(batch: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
         torch.div(cast, norms, out=x)
         del cast
         x = iterate(_Products(), x, settings)
-    return x.mT.contiguous() if tall else x
+    return (x.mT if tall else x).to(getattr(torch, settings.wire_dtype)).contiguous()
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def momenta_(
         torch._foreach_add_(held, new)
         ahead = torch._foreach_add(new, held, alpha=momentum) if nesterov else held
     target = None if dtype is None else getattr(torch, dtype)
-    return [each.to(target or each.dtype, copy=not nesterov, memory_format=torch.contiguous_format) for each in ahead]
+    return [each.to(target or each.dtype, copy=not nesterov).contiguous() for each in ahead]
 
 
 @torch.no_grad()

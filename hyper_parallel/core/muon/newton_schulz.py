@@ -94,9 +94,9 @@ class NewtonSchulz:
         return tuple(steps[start:stop] for start, stop in zip(starts, [*starts[1:], len(steps)]))
 
     @property
-    def input_dtype(self) -> str:
-        """What matrices should come in: `dtype`, but for float16, which gradients leave at both ends; they are cast
-        when they have their norm."""
+    def wire_dtype(self) -> str:
+        """What matrices come and go in: `dtype`, but for float16, whose range gradients leave at both ends; they are
+        cast to it when they have a norm of 1."""
         return "float32" if self.dtype == "float16" else self.dtype
 
     def method_for(self, rows: int, columns: int) -> str:

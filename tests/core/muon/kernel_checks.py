@@ -34,7 +34,7 @@ def rounded(backend, array, dtype):
 def orthogonalize(backend, array, settings, dtype="float32"):
     """What the backend makes of an array, which comes as a tensor of `dtype`."""
     result = backend.muon.newton_schulz(backend.tensors.from_numpy(np.asarray(array), dtype), settings)
-    assert backend.tensors.dtype_name(result) == settings.dtype and result.is_contiguous()
+    assert backend.tensors.dtype_name(result) == settings.wire_dtype and result.is_contiguous()
     return backend.tensors.to_numpy(result)
 
 
@@ -48,8 +48,8 @@ class KernelChecks:
     def test_newton_schulz_of_any_shape(self, backend, coefficients, dtype, method):
         settings = NewtonSchulz(coefficients, dtype=dtype, method=method)
         for shape in SHAPES:
-            batch = rounded(backend, gaussian(*shape), settings.input_dtype)
-            found = orthogonalize(backend, batch, settings, settings.input_dtype)
+            batch = rounded(backend, gaussian(*shape), settings.wire_dtype)
+            found = orthogonalize(backend, batch, settings, settings.wire_dtype)
             assert found.shape == shape
             bound = BOUNDS[dtype, method][1 if 1 in shape[1:] else 0]
             assert distance(found, orthogonalized(batch, settings)) < bound, shape
@@ -60,7 +60,7 @@ class KernelChecks:
         settings = NewtonSchulz(coefficients, dtype=dtype, method=method)
         for rows, columns in ((64, 64), (64, 160)):
             for condition in (1e2, 1e4):
-                batch = rounded(backend, with_condition(rows, columns, condition)[None], settings.input_dtype)
+                batch = rounded(backend, with_condition(rows, columns, condition)[None], settings.wire_dtype)
                 error = distance(orthogonalize(backend, batch, settings), orthogonalized(batch, settings))
                 assert error < BOUNDS[dtype, method][2], (rows, columns, condition)
 
@@ -70,12 +70,12 @@ class KernelChecks:
         batch = gaussian(2, 8, 20).astype(np.float32)
         given = backend.tensors.from_numpy(batch)
         found = backend.muon.newton_schulz(given, settings)
-        cast = backend.tensors.from_numpy(batch, settings.input_dtype)
+        cast = backend.tensors.from_numpy(batch, settings.wire_dtype)
         again = backend.muon.newton_schulz(cast, settings)
         np.testing.assert_array_equal(backend.tensors.to_numpy(found), backend.tensors.to_numpy(again))
         np.testing.assert_array_equal(backend.tensors.to_numpy(given), batch)
         np.testing.assert_array_equal(
-            backend.tensors.to_numpy(cast), rounded(backend, batch, settings.input_dtype)
+            backend.tensors.to_numpy(cast), rounded(backend, batch, settings.wire_dtype)
         )  # not even where the batch has the dtype already
 
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -94,8 +94,8 @@ def test_gram_is_chosen_where_it_takes_fewer_flops_and_the_dtype_bears_it():
     assert NewtonSchulz(dtype="float32", method="gram").method_for(64, 64) == "gram"
 
 
-def test_float16_wants_its_input_in_float32():
-    assert [NewtonSchulz(dtype=dtype).input_dtype for dtype in ("bfloat16", "float16", "float32")] == [
+def test_float16_comes_and_goes_in_float32():
+    assert [NewtonSchulz(dtype=dtype).wire_dtype for dtype in ("bfloat16", "float16", "float32")] == [
         "bfloat16",
         "float32",
         "float32",
