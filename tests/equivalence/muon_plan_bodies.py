@@ -55,7 +55,7 @@ def one_step(backend: Backend, replay: Replay, case: Case, seed: int) -> list[np
 
     def compute(batch: RankBatch, matrices: Tensor) -> Tensor:
         made = getattr(plan_cases, case.function)(tensors.to_numpy(matrices))
-        return tensors.from_numpy(made, batch.settings.dtype)
+        return tensors.from_numpy(made, batch.settings.wire_dtype)
 
     for number, update in replay.updates(inputs, compute, shards, case.skipped):
         assert tuple(update.shape) == kept[number].local_shape

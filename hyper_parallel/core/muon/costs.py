@@ -39,7 +39,7 @@ def _add_exchanges(total: Bytes, component: Component, assignment: Assignment, k
         if not batch.alike.axes:
             continue
         sizes = tuple(batch.alike.mesh.axis_size(axis) for axis in batch.alike.axes)
-        size = 2 * ITEM_BYTES[batch.alike.settings.dtype]
+        size = 2 * ITEM_BYTES[batch.alike.settings.wire_dtype]
         for gathering in batch.groups:
             ranks = tuple(component.ranks[position] for position in gathering.ranks)
             relay = relay_of(ranks, batch.alike.axes, sizes, component.topology)

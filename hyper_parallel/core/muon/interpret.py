@@ -281,7 +281,7 @@ class _Step:
                 if part.size != expected:
                     raise RuntimeError(f"rank {member} sends {part.size} elements, rank {receiver} expects {expected}")
                 parts.append(part.copy())
-                self._traffic.add(step.axis, self._topology, member, receiver, part.size, batch.settings.dtype)
+                self._traffic.add(step.axis, self._topology, member, receiver, part.size, batch.settings.wire_dtype)
             buffer = rank.buffer(names[1], batch)
             received = np.concatenate(parts)
             buffer.arrive(received.size)[...] = received

@@ -26,7 +26,7 @@ class MuonParameter:
         layout: mesh, placements and global shape. A plain parameter lies on a mesh of one rank, or replicated.
         view: its matrices, of the same global shape.
         dtype: of the local shards, by its numpy spelling: what replicas send each other.
-        settings: of the orthogonalization; updates and pieces travel in its dtype.
+        settings: of the orthogonalization; updates and pieces travel in its `wire_dtype`.
         state_dtype: of the momentum, for the count of bytes.
 
     Raises:

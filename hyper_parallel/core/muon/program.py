@@ -10,8 +10,8 @@ Parameters count as `MuonPlan.parameters` has them: sorted by name. An engine dr
 
 `inputs[number]` is what is to be orthogonalized of `replay.program.kept[number]`, of its `local_shape` and of any
 floating dtype; it is asked for once, when the first batch with a matrix of it sets out. `compute(batch, X)`
-gets a `RankBatch` and its matrices [k, m, n] in the dtype of the orthogonalization, and returns the results, of the
-same shape and dtype; a factor of a logical matrix is its caller's, who sees the matrices whole there. `update` is of
+gets a `RankBatch` and its matrices [k, m, n] in `batch.settings.wire_dtype`, and returns the results, of the same
+shape and dtype; a factor of a logical matrix is its caller's, who sees the matrices whole there. `update` is of
 the part's `local_shape` and in that dtype, and good until the next one is asked for. `shards[index]` is the local
 tensor of parameter `index`, contiguous; what has been yielded is applied to it when the iteration goes on, and is
 then sent to replicas, whose shards are overwritten in place. `skipped`, the same on all ranks, are parameters that stay
@@ -178,7 +178,7 @@ class Program:
             most[name, dtype] = max(most.get((name, dtype), 0), numel)
 
         for batch in self.batches:
-            dtype = batch.settings.dtype
+            dtype = batch.settings.wire_dtype
             fit(MATRICES, dtype, batch.numel)
             for hop in batch.hops:
                 fit(PIECES, dtype, hop.sent)

@@ -172,7 +172,7 @@ class _Step:
         kept = self._kept[batch.feeds[0].kept]
         if kept.numel != batch.numel or kept.index in self._skipped:
             return None
-        return self._cast(self._input(batch.feeds[0].kept), batch.settings.dtype)
+        return self._cast(self._input(batch.feeds[0].kept), batch.settings.wire_dtype)
 
     def _input(self, number: int) -> Tensor:
         """What is to be orthogonalized of what is kept, which is held until the last batch with a part of it."""
@@ -187,13 +187,13 @@ class _Step:
         for feed in batch.feeds:
             kept = self._kept[feed.kept]
             if kept.index in self._skipped:
-                source = self._tensors.zeros((kept.numel,), batch.settings.dtype)
+                source = self._tensors.zeros((kept.numel,), batch.settings.wire_dtype)
             else:
                 source = self._input(feed.kept)
             if feed.whole is not None:
                 self._tensors.copy_(self._tensors.alias(target, feed.whole, (kept.numel,)), source)
             else:
-                self._tensors.move_(target, self._cast(source, batch.settings.dtype), feed.moves)
+                self._tensors.move_(target, self._cast(source, batch.settings.wire_dtype), feed.moves)
 
     def _cast(self, tensor: Tensor, dtype: str) -> Tensor:
         if self._tensors.dtype_name(tensor) == dtype:
@@ -211,11 +211,11 @@ class _Step:
         shape = (len(batch.slots), *batch.shape)
         made = self._orthogonalize(batch, self._tensors.alias(self._outcome, 0, shape))
         found = (tuple(made.shape), self._tensors.dtype_name(made))
-        if found != (shape, batch.settings.dtype):
+        if found != (shape, batch.settings.wire_dtype):
             raise ConfigError(
                 f"batch {batch.number} of Muon: orthogonalizing {len(batch.slots)} matrices of {list(batch.shape)} in "
-                f"{batch.settings.dtype} gave a tensor of shape {list(found[0])} in {found[1]}; return one like the "
-                "argument"
+                f"{batch.settings.wire_dtype} gave a tensor of shape {list(found[0])} in {found[1]}; return one like "
+                "the argument"
             )
         self._outcome = self._tensors.flat(made)
 
@@ -262,7 +262,7 @@ class _Step:
             return self._tensors.alias(source, feed.whole, kept.local_shape)
         update = self._updates.get(feed.kept)
         if update is None:
-            update = self._tensors.empty(kept.local_shape, batch.settings.dtype)
+            update = self._tensors.empty(kept.local_shape, batch.settings.wire_dtype)
         self._tensors.move_(self._tensors.flat(update), source, turned(feed.moves))
         return update
 
@@ -317,4 +317,4 @@ class _Step:
         return self._tensors.alias(self._tensors.flat(self._shards[part.index]), part.start, (part.numel,))
 
     def _buffer(self, name: str, batch: RankBatch, numel: int) -> Tensor:
-        return self._replay.buffer(name, batch.settings.dtype, numel, batch.number % 2 if name == RESULTS else 0)
+        return self._replay.buffer(name, batch.settings.wire_dtype, numel, batch.number % 2 if name == RESULTS else 0)

@@ -179,7 +179,7 @@ def test_along_one_axis_only_that_travels_which_the_owner_lacks(seed):
     for (index, matrix, plane), ranks in outcome.traffic.computed.items():
         each = plan.parameters[index]
         domain = plan.kinds[plan.kind_of[index]].domain
-        size = 2 * ITEM_BYTES[each.settings.dtype]
+        size = 2 * ITEM_BYTES[each.settings.wire_dtype]
         for rank in ranks:
             cell, _, place = (int(where) for where in np.argwhere(domain.grid == rank)[0])
             counts = domain.counts[cell, :, plane, matrix]
