@@ -15,7 +15,7 @@ from hyper_parallel.core.muon.parameters import MuonParameter, MuonPolicy
 from hyper_parallel.core.muon.plan import MuonPlan, make_plan
 from tests.core.strategies import Draw, draw_layout, draw_mesh, draw_topology, pick
 
-SETTINGS = (NewtonSchulz(dtype="float32"), NewtonSchulz(steps=3))
+SETTINGS = (NewtonSchulz(dtype="float32"), NewtonSchulz(), NewtonSchulz(steps=3, dtype="float16"))
 SIZES = {2: (5, 1, 2, 3, 4, 7, 6), 3: (3, 1, 2, 4, 5, 0), 4: (2, 1, 3, 4)}
 
 Function = Callable[[np.ndarray], np.ndarray]
