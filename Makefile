@@ -17,4 +17,4 @@ demo: $(INSTALLED)
 	@"$(VENV)/bin/hyper-parallel" compare examples/demo.yaml
 
 test: $(INSTALLED)
-	@"$(VENV)/bin/python" -m pytest
+	@"$(VENV)/bin/python" -m tests

@@ -141,13 +141,25 @@ def test_what_can_not_be_validated_is_refused():
         hp.validate(model, "plan.yaml")
 
 
+def plain_step(values: dict) -> float:
+    """Seconds of the processor that a step on shapes takes without a plan."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).train()
+        model.set_experts_implementation("batched_mm")
+        begun = time.process_time()
+        model(torch.zeros(1, 4096, dtype=torch.long)).logits.sum().backward()
+    return time.process_time() - begun
+
+
 @pytest.mark.parametrize("values", [QWEN3_235B, DEEPSEEK_V3], ids=lambda values: values["model_type"])
 def test_real_sizes_on_768_ranks_take_less_than_a_minute(tmp_path, capsys, values):
+    """A minute on two cores like those where a plain step takes 2.5 s; slower ones are given more."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
     begun = time.process_time()  # of one core: by the clock it is less, but for others on the machine
     assert main(["validate", "--model", f"hf:{path}", "--mesh", MESH]) == 0
-    assert time.process_time() - begun < 60
+    spent = time.process_time() - begun
+    assert spent < 60 / 2.5 * 10 * plain_step(values | {"num_hidden_layers": values["num_hidden_layers"] // 10})
     told = capsys.readouterr().out
     assert "the plan holds" in told and "on ranks 0 and 767" in told
     assert "believed as their boundaries say, being opaque or not to be run on shapes: model.layers." in told
