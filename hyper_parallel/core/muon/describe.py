@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Iterator, Mapping, Sequence
 from hyper_parallel.core.muon.batches import Assignment, Batch
 from hyper_parallel.core.muon.components import Component, Kind
 from hyper_parallel.core.muon.owners import Unit
+from hyper_parallel.core.muon.program import RESULTS, Program
+from hyper_parallel.core.muon.relay import relay_of
 from hyper_parallel.core.muon.subgroups import Cluster
+from hyper_parallel.core.plan.model import ITEM_BYTES
 from hyper_parallel.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -46,6 +49,9 @@ def _kinds(plan: MuonPlan) -> Iterator[str]:
         others = f" and {len(members) - 1} like it" if len(members) > 1 else ""
         yield f"{members[0].name}{others}: {kind.layout} over {kind.layout.mesh}"
         yield f"  {_matrices_of(kind)}"
+        if any(cell.is_cut for cell in kind.domain.cells):
+            axes = ", then ".join(_relay(kind, plan.topology))
+            yield f"  pieces go to owners along {axes}; slices go back the same way"
         if kind.domain.spread:
             yield f"  along {_named(kind.domain.spread)}: other matrices on each rank, nothing travels"
         if kind.domain.replicas:
@@ -67,6 +73,12 @@ def _matrices_of(kind: Kind) -> str:
     return "; ".join(parts) or "no elements"
 
 
+def _relay(kind: Kind, topology: Topology) -> tuple[str, ...]:
+    """The axes of the relay of the first shard group."""
+    sizes = tuple(kind.layout.mesh.axis_size(axis) for axis in kind.domain.axes)
+    return relay_of(tuple(kind.domain.grid[0, 0].tolist()), kind.domain.axes, sizes, topology).axes
+
+
 def _subgroups(kind: Kind, topology: Topology, replicas: str) -> Iterator[str]:
     copies = kind.domain.grid.shape[1]
     along = f"  along {_named(kind.domain.replicas)}: {_count(copies, 'copy', 'copies')}"
@@ -75,7 +87,8 @@ def _subgroups(kind: Kind, topology: Topology, replicas: str) -> Iterator[str]:
         return
     clusters = [cluster for cluster in kind.clusters if cluster.cell == 0]
     sizes = sorted({len(cluster.copies) for cluster in clusters})
-    yield f"{along}, {' or '.join(map(str, sizes))} of which share work; {len(clusters)} times the same is computed"
+    shared = f"{' or '.join(map(str, sizes))} of which share work"
+    yield f"{along}, {shared}; each matrix is orthogonalized {_count(len(clusters), 'time')}"
     numbers = {tuple(ranks): number for number, ranks in enumerate(kind.domain.grid[0].tolist())}
     for cluster in clusters[:8]:
         yield f"    {_subgroup(cluster, numbers, topology)}"
@@ -136,10 +149,21 @@ def _component(plan: MuonPlan, components: Sequence[Component]) -> Iterator[str]
     yield f"ranks {_short(component.ranks)}{others}: {_count(len(assignment.batches), 'batch', 'batches')}"
     for number, batch in enumerate(assignment.batches):
         yield f"  {number}: {_batch(batch, component)}"
+    yield f"  buffers of rank {component.ranks[0]}: {_buffers(plan.program(component.ranks[0]))}"
     for index, each in enumerate(plan.parameters):
         units = [unit for unit in assignment.units if unit.index == index]
         if units:
             yield f"  {each.name} {list(each.layout.shape)}: {_owners(units, component, assignment, plan)}"
+
+
+def _buffers(program: Program) -> str:
+    """Made once, for the largest batch."""
+    sizes = [
+        f"{name} {numel * ITEM_BYTES[dtype] * (2 if name == RESULTS else 1):,} bytes"
+        for (name, dtype), numel in program.capacities.items()
+        if numel
+    ]
+    return ", ".join(sizes) or "none"
 
 
 def _batch(batch: Batch, component: Component) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from random import Random
 from typing import Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -62,12 +63,13 @@ def draw_view(draw: Draw, shape: Sequence[int]) -> MatrixView:
 
 
 def draw_plan(draw: Draw, ranks: Sequence[int] | None = None, most: int = 4) -> MuonPlan:
-    """Any mesh, any layouts, any views, any topology."""
+    """Any mesh, or two over the same ranks, any layouts, any views, any topology."""
     mesh, parameters = draw_mesh(draw, ranks), []
+    meshes = (mesh, mesh, draw_mesh(draw, Random(draw(0, 9)).sample(mesh.ranks, mesh.size)))
     for number in range(draw(1, most)):
         dims = pick(draw, (2, 3, 2, 4))
         shape = tuple(pick(draw, SIZES[dims]) for _ in range(dims))
-        layout, view = draw_layout(draw, mesh, shape, partial_ops=()), draw_view(draw, shape)
+        layout, view = draw_layout(draw, pick(draw, meshes), shape, partial_ops=()), draw_view(draw, shape)
         parameters.append(MuonParameter(f"p{number}", layout, view, "float32", pick(draw, SETTINGS)))
     topology = pick(draw, (None, draw_topology(draw, mesh.ranks)))
     policy = MuonPolicy("hierarchical", pick(draw, ("owner", "owner", "everywhere")), pick(draw, (2**29, 1, 40)))

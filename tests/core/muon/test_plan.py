@@ -347,7 +347,9 @@ def test_a_plan_describes_itself():
     text = plan.describe()
     assert "Muon: 2 parameters with 2 matrices on 4 ranks" in text
     assert "1 matrix is cut along shard: one owner among 2 ranks for each" in text
-    assert "along replicate: 2 copies, 2 of which share work; 1 times the same is computed" in text
+    assert "pieces go to owners along shard; slices go back the same way" in text
+    assert "buffers of rank 0: " in text and f"pieces {4 * 6 * 2} bytes" in text  # its rows, in bfloat16
+    assert "along replicate: 2 copies, 2 of which share work; each matrix is orthogonalized 1 time" in text
     assert f"{plan.bytes['shard', 'fast']:,} bytes per step along shard on the fast tier" in text
     assert "1: 1 matrix of 6 x 8, direct in bfloat16, cut along shard; by rank" in text
     assert "a [8, 6]: momentum on 0, 1, orthogonalized on" in text
