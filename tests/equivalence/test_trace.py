@@ -5,20 +5,12 @@ MESH = {"replicate": 2, "shard": 2}
 UNITS = ["(root)", "layers.0", "layers.1"]
 BACKWARD = ["layers.1", "layers.0", "(root)"]
 
-PADDING = {
-    "torch": {
-        "scale": ", 1 element of padding in equal pieces",
-        "up": ", 3 elements of padding in equal pieces",
-        "down": ", 7 elements of padding in equal pieces",
-    },
-    "mindspore": {"scale": "", "up": "", "down": ""},
-}
 BLOCK = """\
 unit layers.0: 3 parameters, 180 bytes when gathered
   gathered over the ranks 0, 1 (fast tier); after forward freed
-    scale [3] float32: dim 0 cut in 2, here [2]{scale}
-    up [7, 3] float32: dim 0 cut in 2, here [4, 3]{up}
-    down [3, 7] float32: dim 0 cut in 2, here [2, 7]{down}
+    scale [3] float32: dim 0 cut in 2, here [2]
+    up [7, 3] float32: dim 0 cut in 2, here [4, 3]
+    down [3, 7] float32: dim 0 cut in 2, here [2, 7]
   gradient buffer 1: 512 bytes of float32, 400 of them padding; all-reduced over the ranks 0, 2 (slow tier)
     scale at byte 0, 8 bytes
     up at byte 8, 48 bytes
@@ -48,7 +40,7 @@ wait for all-reduce layers.0, settle layers.0, wait for all-reduce (root), settl
 def test_a_model_tells_its_buffers_and_the_order_of_a_step(pool, backend_name):
     before, after = pool(backend_name, 4).run(f"{BODIES}:described", MESH)[0]
     for text in (before, after):
-        assert BLOCK.format(**PADDING[backend_name]) in text
+        assert BLOCK in text
         assert STEP in text
 
 

@@ -3,7 +3,7 @@
 What the libraries lack is made up for here. Dtypes that they do not know travel as bytes and are summed in wider ones.
 The reduce-scatter of gloo is an all-reduce underneath and writes the result only inside `wait`, so on a CPU the ranks
 exchange their pieces directly and sum them in rank order. It sums half precision in half precision, so there sums go
-through float32.
+through float32. Its all-gather takes equal pieces only, and two ranks get half of what their link carries both ways.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch.exchange import (
     HALF,
     exchange_and_sum,
     flat_memory,
+    gather_pieces,
     movable,
     send_pieces,
     swap_and_sum,
@@ -95,8 +96,8 @@ def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
 
 
 def gathers_uneven() -> bool:
-    """See `core.backend.Collectives`. The libraries refuse what differs in size, or send more than they need to."""
-    return False
+    """See `core.backend.Collectives`. What is composed here can."""
+    return device().type == "cpu"
 
 
 def scatters_uneven() -> bool:
@@ -116,13 +117,16 @@ def all_gather(
     async_op: bool = False,
     pieces: Sequence[int] | None = None,
 ) -> _Work:
-    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order. `pieces`, if given, have
-    to be alike."""
+    """`output` (k*n elements) receives the `input` (n elements) of every rank, in group order. Where they differ in
+    size, `pieces` tells the elements of each."""
     call = Call("all_gather", group)
     checks.check_all_gather(call, output, input, pieces, gathers_uneven())
     target, source = movable(output), movable(input)
     if _stays_here(group, target):
         return _copied(target, source)
+    if target.device.type == "cpu" and (async_op or (pieces and len(set(pieces)) > 1)):
+        counts = [target.numel() // output.numel() * count for count in pieces or [input.numel()] * group.size]
+        return _launch(call, async_op, lambda: gather_pieces(target, source, counts, group))
     return _launch(call, async_op, lambda: [_all_gather_single(target, source, group=group.handle, async_op=async_op)])
 
 

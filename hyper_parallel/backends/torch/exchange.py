@@ -1,4 +1,5 @@
-"""What gloo lacks on a CPU: a reduce-scatter that sends no more than it has to, and tensors as it can move them."""
+"""What gloo lacks on a CPU: a reduce-scatter that sends no more than it has to, an all-gather that sends and receives at
+once, and tensors as it can move them."""
 
 from __future__ import annotations
 
@@ -52,6 +53,21 @@ def exchange_and_sum(
 
     rows = [*received[: group.index], own, *received[group.index :]]
     return start, lambda: _sum_rows(target, rows, scale)
+
+
+def gather_pieces(
+    target: torch.Tensor, source: torch.Tensor, pieces: Sequence[int], group: RankGroup
+) -> list[dist.Work]:
+    """An all-gather between 1-D tensors in which every rank sends its own piece straight to each other, for what runs
+    beside other work, and for pieces of different sizes. `source` may be its own place in `target`."""
+    places = list(torch.split(target, list(pieces)))
+    own, how = places.pop(group.index), {"group": group.handle, "tag": _EXCHANGE_TAG}
+    others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
+    works = [dist.irecv(place, rank, **how) for place, rank in zip(places, others) if place.numel()]
+    if source.numel():
+        works += [dist.isend(source, rank, **how) for rank in others]
+        own.copy_(source)
+    return works
 
 
 def send_pieces(
