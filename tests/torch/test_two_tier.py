@@ -85,7 +85,7 @@ def test_a_small_run_of_the_benchmark_sends_what_the_plan_predicts(network, tmp_
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     found = json.loads((tmp_path / "run.json").read_text())
-    # The few bytes between them: a gather sends equal pieces, and the buffer of an all-reduce is filled up to 512.
+    # The few bytes between them: the buffer of an all-reduce is filled up to 512.
     for tier, predicted in found["predicted"].items():
         assert predicted <= found["received"][tier] <= 1.01 * predicted
     assert found["copied"]["ours"] == 0 < found["copied"]["fsdp2"] and found["peak"] <= found["bound"]

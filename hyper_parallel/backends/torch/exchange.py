@@ -1,5 +1,5 @@
-"""What gloo lacks on a CPU: a reduce-scatter that sends no more than it has to, an all-gather that sends and receives at
-once, and tensors as it can move them."""
+"""What gloo lacks on a CPU: a reduce-scatter that sends no more than it has to, an all-gather that sends and receives
+at once, and tensors as it can move them."""
 
 from __future__ import annotations
 
