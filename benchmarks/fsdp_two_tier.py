@@ -1,6 +1,7 @@
 """A step of fully sharded training on two emulated supernodes of two ranks, against PyTorch's FSDP2.
 
     ours          `hyper_parallel.fully_shard`
+    ours early    the same with `early_all_reduce=True`
     fsdp2         PyTorch's `fully_shard` as it is on a CPU: nothing overlaps
     fsdp2 streams the same with the streams that it has on accelerators (two_tier/fsdp2_streams.py)
     fsdp2 direct  that with a direct exchange, as ours, in the place of gloo's reduce-scatter, which sends more
@@ -84,12 +85,12 @@ class Way(ABC):
 class Ours(Way):
     """`hyper_parallel.fully_shard`."""
 
+    early = False
+
     def __init__(self, size: Size):
         super().__init__(size)
-        for block in self.model.blocks:
-            hyper_parallel.fully_shard(block, mesh=MESH)
-        hyper_parallel.fully_shard([self.model.norm, self.model.head], mesh=MESH)
-        hyper_parallel.fully_shard(self.model, mesh=MESH)
+        for each in (*self.model.blocks, [self.model.norm, self.model.head], self.model):
+            hyper_parallel.fully_shard(each, mesh=MESH, early_all_reduce=self.early)
         self._parameters = [each for unit in units_of(load("torch"), self.model) for each in unit.parameters]
 
     def copied_bytes(self, tokens: Tensor, targets: Tensor) -> int:
@@ -128,6 +129,12 @@ class Ours(Way):
             sum(each.spec.numel * 4 for each in unit.parameters) for unit in units_of(load("torch"), self.model)
         )
         return root + sum(sorted(others)[-2:])
+
+
+class OursEarly(Ours):
+    """With all-reduces that begin when their reduce-scatters are done."""
+
+    early = True
 
 
 class FSDP2(Way):
@@ -190,7 +197,14 @@ class Copies(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-WAYS: dict[str, type[Way]] = {"ours": Ours, "fsdp2": FSDP2, "fsdp2 streams": FSDP2Streams, "fsdp2 direct": FSDP2Direct}
+WAYS: dict[str, type[Way]] = {
+    "ours": Ours,
+    "ours early": OursEarly,
+    "fsdp2": FSDP2,
+    "fsdp2 streams": FSDP2Streams,
+    "fsdp2 direct": FSDP2Direct,
+}
+OURS = ("ours", "ours early")
 
 
 def check(place: Place) -> float:
@@ -248,8 +262,8 @@ def rank_main(
             place.network.set_links(Links(FAST_MBIT, slow))
         dist.barrier()
         result["links"][slow] = measure(place, ways, batch, rounds, steps)
-        if traces is not None:
-            ours.save_trace(*batch, traces / f"slow{slow}_rank{place.rank}.json")
+        for name in OURS if traces is not None else ():
+            ways[name].save_trace(*batch, traces / f"{name.replace(' ', '_')}_slow{slow}_rank{place.rank}.json")
     return result
 
 
@@ -314,18 +328,22 @@ def summary(results: list[dict], slow: int) -> dict[str, dict]:
         }
         rows[name]["step"] = median(rows[name]["steps"])
     for row in rows.values():
-        row["ours over it"] = median(own / other for own, other in zip(rows["ours"]["steps"], row["steps"]))
+        row["over it"] = {
+            name: median(own / other for own, other in zip(rows[name]["steps"], row["steps"])) for name in OURS
+        }
     return rows
 
 
 def print_tables(results: list[dict], links: dict[int, dict], prediction: dict[str, int]) -> None:
     """One row for each way and each speed of the slow links."""
-    print(f"{'slow link':>9} {'way':<14} {'step ms':>8} {'ours/it':>8} {'target':>7} {'blocked':>8} {'queued':>7} "
+    print(f"{'slow link':>9} {'way':<14} {'step ms':>8} {'ours/it':>8} {'early/it':>8} {'target':>7} "
+          f"{'blocked':>8} {'queued':>7} "
           f"{'sent fast':>10} {'slow MB':>8}")  # fmt: skip
     for slow, rows in links.items():
         for name, row in rows.items():
             target = TARGETS.get(name, {}).get(slow)
-            print(f"{slow:>9} {name:<14} {row['step']:>8.0f} {row['ours over it']:>8.3f} {target or '':>7} "
+            ours, early = (row["over it"][each] for each in OURS)
+            print(f"{slow:>9} {name:<14} {row['step']:>8.0f} {ours:>8.3f} {early:>8.3f} {target or '':>7} "
                   f"{row['blocked']:>8.0f} {row['queued']:>7.0f} {row['sent']['fast'] / 1e6:>10.1f} "
                   f"{row['sent']['slow'] / 1e6:>8.1f}")  # fmt: skip
     first = results[0]

@@ -110,6 +110,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     allow_shard_across_supernodes: bool = False,
+    early_all_reduce: bool = False,
 ) -> Module:
     """Apply a plan to the model that it was made for, in place, and return the model. Called by every rank.
 
@@ -131,6 +132,7 @@ def parallelize(
         mp_policy: the dtypes of all units, as in `fully_shard`.
         offload_policy: `CPUOffloadPolicy()` to keep shards and gradients on the host, likewise.
         allow_shard_across_supernodes: do not refuse a mesh whose `shard` axis crosses supernodes.
+        early_all_reduce: when the all-reduces of all units begin, as in `fully_shard`.
 
     Raises:
         PlanError: the plan does not fit the model; lists every reason, and nothing is changed.
@@ -146,7 +148,8 @@ def parallelize(
         raise ConfigError(f'parallelize: mode is {mode!r}; write "production" or "validate"')
     precision, offload = precision_of(mp_policy), offload_of(offload_policy)
     backend = backends.of_model(model)
-    apply_plan(backend, model, plan, mode == "validate", allow_shard_across_supernodes, precision, offload)
+    policies = precision, offload, early_all_reduce
+    apply_plan(backend, model, plan, mode == "validate", allow_shard_across_supernodes, *policies)
     return model
 
 
@@ -239,6 +242,7 @@ def fully_shard(
     replicate_params: Iterable[Parameter] | None = None,
     dp_mesh_dims: Any = None,
     allow_shard_across_supernodes: bool = False,
+    early_all_reduce: bool = False,
 ) -> Module | list[Module]:
     """Shard the parameters of a module fully, as PyTorch's `fully_shard` does, on either backend.
 
@@ -276,6 +280,9 @@ def fully_shard(
             take for each, one name or several that are joined.
         allow_shard_across_supernodes: do not refuse a mesh whose `shard` axis crosses supernodes, for a model that
             needs the memory of several: every gather and reduce-scatter then runs over slow links.
+        early_all_reduce: begin this unit's all-reduce over `replicate` when its reduce-scatter is done, instead of when
+            the unit before it has computed its gradients. The same gradients, earlier where the slow links are what a
+            step waits for. On a CPU with PyTorch a thread of the program begins it, over connections of its own.
 
     Raises:
         ConfigError: a policy that is none, a number that does not divide the ranks of `shard`, a module that is a unit
@@ -299,6 +306,7 @@ def fully_shard(
         mp_policy,
         offload_policy,
         allow_shard_across_supernodes,
+        early_all_reduce,
     )
     return module
 

@@ -224,11 +224,12 @@ class Collectives(Protocol):
     def world(self) -> Group:
         """The group of all ranks."""
 
-    def groups(self, partition: Sequence[Sequence[int]]) -> Group | None:
+    def groups(self, partition: Sequence[Sequence[int]], apart: bool = False) -> Group | None:
         """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
 
         Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
-        groups are made once and reused."""
+        groups are made once and reused. With `apart` it is one for collectives that begin `behind` others, and for
+        nothing else: they keep an order of their own."""
 
     def gathers_uneven(self) -> bool:
         """Tell whether `all_gather` takes pieces of different sizes on this device."""
@@ -289,6 +290,13 @@ class Collectives(Protocol):
 
     def receive(self, tensor: Tensor, source: int, group: Group, async_op: bool = False) -> Work:
         """Receive into `tensor` from global rank `source`."""
+
+    def behind(self, works: Sequence[Work], start: Callable[[], Sequence[Work]]) -> tuple[Work, Work]:
+        """Let `start`, which issues collectives on groups made `apart`, be called once `works` are done, and return
+        without waiting where there is anything to wait for. What is put behind begins in the order of these calls.
+
+        Returns:
+            What to wait for until `works` are done, in the place of them, and what until the collectives are."""
 
     def barrier(self, group: Group | None = None) -> None:
         """Return when every rank of the group (default: world) has called."""

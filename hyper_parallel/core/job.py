@@ -60,7 +60,7 @@ class Job:
         """The group of all ranks; this process alone outside a job."""
         self.number = 0
         """How many jobs this process has been in, this one included: the same on all ranks."""
-        self._groups: dict[tuple[int, ...], RankGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], bool], RankGroup] = {}
 
     @property
     def rank(self) -> int:
@@ -89,23 +89,24 @@ class Job:
         return made
 
     def groups(
-        self, partition: Sequence[Sequence[int]], make: Callable[[tuple[int, ...], int], Any]
+        self, partition: Sequence[Sequence[int]], make: Callable[[tuple[int, ...], int], Any], apart: bool = False
     ) -> RankGroup | None:
         """The group of the partition that holds this rank, or None.
 
         `make(ranks, index)` returns the handle of a new process group of at least two ranks, of which this one has
-        place `index`. Each set of ranks has but one."""
+        place `index`. Each set of ranks has but one, and another one `apart`."""
         ranks = _own_part(partition, self.world)
         if ranks is None:
             return None
-        if ranks == self.world.ranks:
+        if ranks == self.world.ranks and not apart:
             return self.world
-        if ranks not in self._groups:
+        key = ranks, apart
+        if key not in self._groups:
             index = ranks.index(self.rank)
             with Call("groups", RankGroup(ranks, index)):
                 handle = make(ranks, index) if len(ranks) > 1 else None
-            self._groups[ranks] = RankGroup(ranks, index, handle)
-        return self._groups[ranks]
+            self._groups[key] = RankGroup(ranks, index, handle)
+        return self._groups[key]
 
 
 def _own_part(partition: Sequence[Sequence[int]], world: RankGroup) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ class FakeUnit:
     needs_reduction: bool = True
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    early_all_reduce: bool = False
     forward_prefetch: list = field(default_factory=list)
     backward_prefetch: list = field(default_factory=list)
 
@@ -78,14 +79,21 @@ class Recorder:
         self._take(reduction, "full")
 
     def wait_reduce_scatter(self, reduction):
-        self._step(reduction, "scattering", "scattered", "wait RS")
+        early = reduction.state == "reducing behind"
+        self._step(
+            reduction, reduction.state if early else "scattering", "reducing" if early else "scattered", "wait RS"
+        )
 
     def accumulate(self, reduction):
         self._step(reduction, "scattered", "kept", "accumulate")
         self.kept.append((reduction.unit.name, "shards"))
 
     def issue_all_reduce(self, reduction):
-        self._step(reduction, "scattered", "reducing", "issue AR")
+        if reduction.unit.early_all_reduce:
+            assert self.events[-1] == f"issue RS {reduction.unit.name}", "right behind its reduce-scatter"
+            self._step(reduction, "scattering", "reducing behind", "issue AR")
+        else:
+            self._step(reduction, "scattered", "reducing", "issue AR")
         self._take(reduction, "shards")
 
     def wait_all_reduce(self, reduction):

@@ -41,6 +41,21 @@ def test_one_step_of_two_layers_reads_like_algorithm_1():
     assert story(engine) == ALGORITHM_1
 
 
+def test_early_all_reduces_are_issued_behind_their_reduce_scatters_and_all_else_is_the_same():
+    engine, model = flat(NO_PREFETCH)
+    for call in model.all():
+        call.unit.early_all_reduce = True
+    engine.forward(model)
+    engine.events.clear()
+    engine.backward(model)
+    found = story(engine)
+    assert found[:4] == ["gather 2", "issue RS 2", "issue AR 2", "free 2"]
+    assert found[4:9] == ["gather 1", "wait RS 2", "issue RS 1", "issue AR 1", "free 1"]
+    assert found[9:13] == ["wait RS 1", "issue RS root", "issue AR root", "free root"]
+    assert found[13:] == ["wait RS root", *ALGORITHM_1[-6:]]
+    assert sorted(found) == sorted(ALGORITHM_1)
+
+
 def test_backward_fetches_the_layer_before_while_a_layer_computes():
     engine, model = flat(layers="123")
     engine.forward(model)
@@ -150,6 +165,7 @@ def programs(draw):
         unit.forward_prefetch = draw(st.lists(st.sampled_from(units), max_size=2, unique=True))
         unit.backward_prefetch = draw(st.lists(st.sampled_from(units), max_size=2, unique=True))
         unit.reshard_after_backward = draw(st.booleans()) or draw(st.booleans())
+        unit.early_all_reduce = draw(st.booleans())
 
     def call(unit, depth):
         below = [each for each in units if each is not unit] if depth else []
@@ -157,7 +173,7 @@ def programs(draw):
         checkpoint = draw(st.sampled_from(["", "", "inside", "around"]))
         return Call(unit, [call(each, depth - 1) for each in chosen], checkpoint, draw(st.booleans()))
 
-    root = FakeUnit("root", draw(st.sampled_from([None, True, False])))
+    root = FakeUnit("root", draw(st.sampled_from([None, True, False])), early_all_reduce=draw(st.booleans()))
 
     def program():
         return Call(root, [call(draw(st.sampled_from(units)), 2) for _ in range(draw(st.integers(1, 4)))])

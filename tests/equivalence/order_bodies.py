@@ -18,11 +18,11 @@ def evaluate(backend, config, loss):
         loss(batch(backend, config, 0))
 
 
-def diverging(backend, sizes, case, good):
+def diverging(backend, sizes, case, good, **options):
     """After some good steps the last rank does something else. Returns what this rank was told, whether it was given
     gradients in spite of it, and the worst error of a good step afterwards."""
     config = ToyConfig(blocks=3, calls=(0, 1, 2))
-    config, model, loss, whole, whole_loss = built(backend, config, hp.DeviceMesh.from_sizes(sizes))
+    config, model, loss, whole, whole_loss = built(backend, config, hp.DeviceMesh.from_sizes(sizes), **options)
     parameters = [p for _, p in hp.trainable_parameters(model)]
     for _ in range(good):
         step(backend, config, loss, parameters)

@@ -43,6 +43,15 @@ def test_on_two_axes_every_rank_is_told(pool, backend_name):
     assert not any(given for _, given, _ in results) and max(error for _, _, error in results) < BOUND
 
 
+@pytest.mark.parametrize("case", ["skips", "another loss"])
+def test_with_early_all_reduces_too(pool, case):
+    sizes = {"replicate": 2, "shard": 2}
+    results = pool("torch", 4).run(f"{BODIES}:diverging", sizes, case, 3, early_all_reduce=True)
+    (message,) = {message for message, _, _ in results}
+    assert "rank 3 is no longer going on as in the last passes" in message and LATER[case] in message
+    assert not any(given for _, given, _ in results) and max(error for _, _, error in results) < BOUND
+
+
 def test_all_ranks_may_run_other_modules_evaluate_and_break_off_together(pool, backend_name):
     assert max(pool(backend_name, 2).run(f"{BODIES}:changing_together")) < BOUND
 

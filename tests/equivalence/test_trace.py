@@ -76,6 +76,8 @@ def test_what_is_told_is_what_happens(pool, backend_name):
     for ranks, frozen in ((2, ()), (1, ()), (2, ("layers.0", "layers.1"))):
         told, seen = pool(backend_name, ranks).run(f"{BODIES}:told_and_seen", frozen)[0]
         assert told == seen, (ranks, frozen)
+    told, seen = pool(backend_name, 2).run(f"{BODIES}:told_and_seen", (), early_all_reduce=True)[0]
+    assert told == seen and told.index("start all-reduce layers.1") == told.index("start reduce-scatter layers.1") + 1
 
 
 def test_the_profiler_of_pytorch_shows_the_events_by_name_while_it_runs(pool):

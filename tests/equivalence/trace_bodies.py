@@ -46,13 +46,13 @@ def traced(backend, sizes, path):
         return json.load(saved), len(trace.spans) - noted
 
 
-def told_and_seen(backend, frozen):
+def told_and_seen(backend, frozen, **options):
     """The events of a step by `describe`, and those of a third step by its trace, both in their order."""
     model, loss = build(backend, CONFIG)
     for use in backend.modules.parameter_uses(model):
         if use.name.startswith(tuple(frozen)):
             use.parameter.requires_grad = False
-    shard(model, hp.DeviceMesh((backend.collectives.world_size(),), ("shard",)))
+    shard(model, hp.DeviceMesh((backend.collectives.world_size(),), ("shard",)), **options)
     step = hp.value_and_grad(loss, [each for _, each in hp.trainable_parameters(model)])
     for _ in range(2):
         step(batch(backend, CONFIG, 0))

@@ -96,13 +96,15 @@ def side_by_side(
     factor=None,
     optimizer=torch.optim.AdamW,
     rate=0.01,
+    **options,
 ):
-    """Both models after twenty steps; returns the largest differences of a loss and of a shard's element, relative."""
+    """Both models after twenty steps, ours sharded with `options`; returns the largest differences of a loss and of a
+    shard's element, relative."""
     ours, our_loss = toy(backend, config)
     theirs, their_loss = toy(backend, config)
     our_mesh = hp.DeviceMesh.from_sizes(sizes)
     their_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for model, shard, mesh in ((ours, hp.fully_shard, our_mesh), (theirs, fsdp2, their_mesh)):
+    for model, shard, mesh in ((ours, partial(hp.fully_shard, **options), our_mesh), (theirs, fsdp2, their_mesh)):
         for block in model.layers:
             shard(block, mesh=mesh, reshard_after_forward=True if reshard is None else reshard)
         shard(model, mesh=mesh)

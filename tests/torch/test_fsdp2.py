@@ -42,6 +42,15 @@ def test_twenty_steps_on_two_axes_equal_pytorchs_bit_for_bit(pool, case):
     assert pool("torch", 4).run(BODY, {"replicate": 2, "shard": 2}, **CASES[case]) == [(0.0, 0.0)] * 4
 
 
+EARLY = ("a block called twice", "tied", "recompute around, reentrant")
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_early_all_reduces_equal_pytorchs_bit_for_bit(pool, case):
+    found = pool("torch", 4).run(BODY, {"replicate": 2, "shard": 2}, early_all_reduce=True, **CASES[case])
+    assert found == [(0.0, 0.0)] * 4
+
+
 def test_four_shards_are_summed_in_another_order_and_equal_within_rounding(pool):
     # we add in rank order, gloo around a ring; AdamW would divide what differs by its own size, large steps double it
     case = dict(config=EVEN, reshard=2, optimizer=torch.optim.SGD, rate=1e-4)

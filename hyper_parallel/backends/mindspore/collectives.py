@@ -40,11 +40,13 @@ from hyper_parallel.backends.mindspore.tensors import (
 )
 from hyper_parallel.core import collective_checks as checks
 from hyper_parallel.core.backend import Launch, Work
+from hyper_parallel.core.behind import at_once, on_stream
 from hyper_parallel.core.errors import CommunicationError
 from hyper_parallel.core.job import Call, Job, RankGroup
 
 _job = Job()
 _store: Any = None  # must live as long as the job: the first rank's serves the others
+_side: ms.runtime.Stream | None = None  # where collectives wait that begin `behind` others
 _has_left = False  # MindSpore can connect to the others only once in the life of a process
 # Receives that wait for their message, by source, in the order in which they were asked for.
 _receives: defaultdict[int, deque[_Receive]] = defaultdict(deque)
@@ -101,11 +103,12 @@ def world() -> RankGroup:
     return _job.world
 
 
-def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
+def groups(partition: Sequence[Sequence[int]], apart: bool = False) -> RankGroup | None:
     """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
 
     Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
-    groups are made once and reused."""
+    groups are made once and reused. What is `behind` others is issued by the same thread, so one group will do for
+    what is `apart`, too."""
     return _job.groups(partition, _make_group)
 
 
@@ -237,6 +240,15 @@ def receive(tensor: ms.Tensor, source: int, group: RankGroup, async_op: bool = F
         work = _Receive(call, tensor, source, group)
         return work if async_op else _waited(work)
     return _launch(call, async_op, lambda: dist.irecv(flat(tensor), source, group.handle))
+
+
+def behind(works: Sequence[Work], start: Callable[[], Sequence[Work]]) -> tuple[Work, Work]:
+    """See `core.backend.Collectives`: a stream waits, and on a CPU nobody has to."""
+    global _side
+    if on_cpu():
+        return at_once(works, start)
+    _side = _side or ms.runtime.Stream()
+    return on_stream(_side, ms.runtime.current_stream, ms.runtime.StreamCtx, works, start)
 
 
 def barrier(group: RankGroup | None = None) -> None:

@@ -9,6 +9,7 @@ through float32. Its all-gather takes equal pieces only, and two ranks get half 
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Callable, Sequence
 
 import torch
@@ -27,7 +28,8 @@ from hyper_parallel.backends.torch.exchange import (
 from hyper_parallel.backends.torch.joining import join, set_device
 from hyper_parallel.backends.torch.tensors import copy_, device, wide
 from hyper_parallel.core import collective_checks as checks
-from hyper_parallel.core.backend import Launch
+from hyper_parallel.core.backend import Launch, Work
+from hyper_parallel.core.behind import Follower, on_stream
 from hyper_parallel.core.job import Call, Job, RankGroup
 
 # The newer name first: torch 2.13 warns about the older one.
@@ -36,6 +38,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 _job = Job()
 _joined_here = False  # or a process group of the program is used as it is
+_follower: Follower | None = None  # begins what is `behind` on a CPU
+_side: torch.Stream | None = None  # elsewhere
 
 
 def initialize(launch: Launch) -> None:
@@ -57,8 +61,12 @@ def initialize(launch: Launch) -> None:
 
 def shutdown() -> None:
     """Leave the job; harmless when not initialised."""
+    global _follower
     if not is_initialized():
         return
+    if _follower is not None:
+        _follower.end()
+        _follower = None
     made = _job.leave()
     if _joined_here:
         dist.destroy_process_group()
@@ -87,12 +95,14 @@ def world() -> RankGroup:
     return _job.world
 
 
-def groups(partition: Sequence[Sequence[int]]) -> RankGroup | None:
+def groups(partition: Sequence[Sequence[int]], apart: bool = False) -> RankGroup | None:
     """The group of `partition` (disjoint, ascending lists of global ranks) that holds this rank, or None.
 
     Called by the ranks of each group in the same order; ranks that the partition leaves out need not call. Process
-    groups are made once and reused."""
-    return _job.groups(partition, _make_group)
+    groups are made once and reused. With `apart` it is one for collectives that begin `behind` others; streams keep
+    the order of the host, so only on a CPU is it another one."""
+    apart = apart and device().type == "cpu"
+    return _job.groups(partition, partial(_make_group, apart), apart)
 
 
 def gathers_uneven() -> bool:
@@ -220,6 +230,17 @@ def receive(tensor: torch.Tensor, source: int, group: RankGroup, async_op: bool 
     return _launch(call, async_op, lambda: [dist.irecv(target, source, group=group.handle)])
 
 
+def behind(works: Sequence[Work], start: Callable[[], Sequence[Work]]) -> tuple[Work, Work]:
+    """See `core.backend.Collectives`: a thread waits on a CPU, a stream elsewhere."""
+    global _follower, _side
+    if device().type == "cpu":
+        _follower = _follower or Follower()
+        return _follower.behind(works, start)
+    streams = torch.get_device_module(device())
+    _side = _side or streams.Stream()
+    return on_stream(_side, streams.current_stream, streams.stream, works, start)
+
+
 def barrier(group: RankGroup | None = None) -> None:
     """Return when every rank of the group (default: world) has called."""
     group = group or world()
@@ -327,8 +348,8 @@ def _summed_in(tensor: torch.Tensor) -> torch.dtype:
     return wide(dtype)
 
 
-def _make_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
-    """What `dist.new_group` does for its members, under a name that depends on the ranks alone.
+def _make_group(apart: bool, ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
+    """What `dist.new_group` does for its members, under a name that depends on the arguments alone.
 
     `new_group` puts the number of groups that a process knows into the name, also with `use_local_synchronization`:
     ranks that are in different numbers of groups would wait for each other in different places."""
@@ -342,7 +363,7 @@ def _make_group(ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
             list(ranks),
             dist.get_backend(),
             distributed_c10d._get_default_store(),
-            f"hyper_parallel/{_job.number}/{'-'.join(map(str, ranks))}",
+            f"hyper_parallel/{_job.number}/{'-'.join(map(str, ranks))}{'/apart' * apart}",
             timeout=timedelta(seconds=_job.launch.timeout_s),
         )
     finally:

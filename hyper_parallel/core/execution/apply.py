@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Mapping
 
 from hyper_parallel.core.backend import NO_COPY, Backend, HookHandle, Module
 from hyper_parallel.core.errors import ConfigError, HyperParallelError
@@ -82,11 +83,12 @@ def apply_plan(
     allow_shard_across_supernodes: bool = False,
     precision: MixedPrecisionPolicy | None = None,
     offload: OffloadPolicy | None = None,
+    early_all_reduce: bool = False,
 ) -> None:
     """Cut the parameters, hook the boundaries, make the units that a plan names. Called by every rank.
 
     With `validate` modules see tensors that are followed, and boundaries check them; all else is the same. The policies
-    hold for all units.
+    and `early_all_reduce` hold for all units.
 
     Raises:
         ContractError: with `validate`, what the plan says of a parameter contradicts itself, or ranks start with
@@ -114,7 +116,8 @@ def apply_plan(
     checks.agree(backend, plan, error)
     if validate:
         check_same_start(backend, model)
-    _carry_out(facts, adaptations, following, precision_of(precision), offload_of(offload))
+    held = dict(precision=precision_of(precision), offload=offload_of(offload), early_all_reduce=early_all_reduce)
+    _carry_out(facts, adaptations, following, held)
 
 
 def find_adaptations(facts: Facts) -> Adaptations:
@@ -143,12 +146,12 @@ def _carry_out(
     facts: Facts,
     adaptations: Adaptations,
     following: Following | None,
-    precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
+    how: Mapping[str, Any],
 ) -> None:
+    """Change the model; `how` are fields of every `Holding`."""
     backend, plan = facts.backend, facts.plan
     held = {each.name: _holding(facts, adaptations, each) for each in plan.parameters}
-    held = {name: replace(each, precision=precision, offload=offload) for name, each in held.items()}
+    held = {name: replace(each, **how) for name, each in held.items()}
     if following is not None:
         held = {each.name: replace(held[each.name], shown=following.shown(each)) for each in plan.parameters}
     adaptations.apply()
@@ -160,7 +163,7 @@ def _carry_out(
         module = facts.modules[unit.name]
         reshard = unit.reshard_after_forward or (None if unit.name == ROOT else False)
         made = build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard)
-        made.add_hooks(cast_around(backend, module, precision))
+        made.add_hooks(cast_around(backend, module, how["precision"]))
     if following is not None:
         hooks += following.paths()
     Execution(facts, adaptations, hooks, domains.randomness, following)

@@ -184,8 +184,8 @@ class InProcessCollectives(JoinedRank):
         self._world = world
         self._tensors = tensors
 
-    def groups(self, partition: Sequence[Sequence[int]]) -> RankGroup | None:
-        """See `core.backend.Collectives`."""
+    def groups(self, partition: Sequence[Sequence[int]], apart: bool = False) -> RankGroup | None:
+        """See `core.backend.Collectives`. A thread is a rank, and issues all of its collectives: one group will do."""
         return self._job.groups(partition, lambda ranks, index: self._world.meeting(ranks))
 
     def all_gather(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hyper_parallel.core.backend import Launch
+from typing import Callable, Sequence
+
+from hyper_parallel.core.backend import Launch, Work
+from hyper_parallel.core.behind import at_once
 from hyper_parallel.core.job import Job, RankGroup
 
 
@@ -54,6 +57,10 @@ class JoinedRank:
     def scatters_uneven(self) -> bool:
         """Always, likewise."""
         return True
+
+    def behind(self, works: Sequence[Work], start: Callable[[], Sequence[Work]]) -> tuple[Work, Work]:
+        """See `core.backend.Collectives`. Every collective is over when its call returns."""
+        return at_once(works, start)
 
     def folds_scale(self, casts: bool) -> bool:
         """Always."""

@@ -52,11 +52,9 @@ class Kept:
         else:
             self._pieces[parameter] = piece
 
-    def take_piece(self, parameter: ShardedParameter, piece: Tensor) -> None:
-        """Add what is kept to a flat piece, in place; nothing is kept of it then."""
-        kept = self._pieces.pop(parameter, None)
-        if kept is not None:
-            self._tensors.add_(piece, kept)
+    def take_piece(self, parameter: ShardedParameter) -> Tensor | None:
+        """The flat piece that is kept, if any; nothing is kept of it then."""
+        return self._pieces.pop(parameter, None)
 
     def forget(self) -> None:
         """Drop everything."""

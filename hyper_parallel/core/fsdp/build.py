@@ -41,6 +41,7 @@ def fully_shard(
     mp_policy: Any = None,
     offload_policy: Any = None,
     allow_shard_across_supernodes: bool = False,
+    early_all_reduce: bool = False,
 ) -> Unit:
     """Make one unit of the parameters below `modules` that no unit holds yet. See `hyper_parallel.fully_shard`.
 
@@ -63,7 +64,8 @@ def fully_shard(
     for uses in chosen:
         placement = None if id(uses[0].parameter) in whole else placement_of(uses[0])
         spec = spec_of(backend, uses[0], placement, mesh)
-        held.append(Holding(uses, spec, spec.layout, precision=precision, offload=offload))
+        policies = dict(precision=precision, offload=offload, early_all_reduce=early_all_reduce)
+        held.append(Holding(uses, spec, spec.layout, **policies))
     unit = make_unit(backend, "", modules, held, mesh, reshard_after_forward)
     for module in modules:
         unit.add_hooks(cast_around(backend, module, precision))

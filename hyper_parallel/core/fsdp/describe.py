@@ -54,6 +54,8 @@ def _buffer_lines(
 ) -> Iterator[str]:
     first, size = members[0], places.item_bytes
     summed = f"all-reduced over {_ranks(first.sum_group, topology)}" if first.sum_group.size > 1 else "not all-reduced"
+    if first.early_all_reduce and first.sum_group.size > 1:
+        summed += ", as soon as it is there"
     yield (
         f"  gradient buffer {number}: {places.numel * size:,} bytes of {first.reduced_dtype}, "
         f"{(places.numel - places.used) * size:,} of them padding; {summed}"
@@ -87,6 +89,7 @@ class _StandIn:
     reshard_after_forward: bool | int | None
     reshard_after_backward: bool
     unshard_in_backward: bool
+    early_all_reduce: bool
     accumulation: str
     is_recorded: bool
     """Its module's backward is followed; where no parameter needs it, it is not."""
@@ -144,6 +147,7 @@ def _stand_ins(order: Sequence[Unit]) -> list[_StandIn]:
             unit.reshard_after_forward,
             unit.reshard_after_backward,
             unit.unshard_in_backward,
+            unit.early_all_reduce,
             unit.accumulation,
             any(each.is_served for each in unit.parameters),
             bool(unit.trainable()),

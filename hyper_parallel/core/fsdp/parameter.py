@@ -31,7 +31,7 @@ class Holding:
     `spec` is its split over `shard`, of the part that modules see; `layout` how the shard lies in the whole parameter.
     The gradient of the part is a sum over the mesh axes `pending`, besides the mean over all ranks with samples of
     their own. Where `shown` is given, modules see what it makes of the full tensor. The policies tell the dtypes, and
-    where the shard lives.
+    where the shard lives. With `early_all_reduce` the sum over replicas begins behind the reduce-scatter.
     """
 
     uses: Sequence[ParameterUse]
@@ -41,6 +41,7 @@ class Holding:
     shown: Callable[[Tensor], Tensor] | None = None
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload: OffloadPolicy = OffloadPolicy()
+    early_all_reduce: bool = False
 
 
 class ShardedParameter:
@@ -62,8 +63,10 @@ class ShardedParameter:
         self.full_dtype = held.precision.full_dtype(spec.dtype)
         self.reduced_dtype = held.precision.reduced_dtype(spec.dtype)
         self.offload = held.offload
+        self.early_all_reduce = held.early_all_reduce
         self.divisor = ranks_with_samples(spec.layout.mesh)
-        self.sum_group: Group = backend.collectives.groups(spec.layout.mesh.groups(("replicate", *held.pending)))
+        sums = spec.layout.mesh.groups(("replicate", *held.pending))
+        self.sum_group: Group = backend.collectives.groups(sums, apart=held.early_all_reduce)
         self.counts = Counts()
         self._tensors = backend.tensors
         self._collectives = backend.collectives

@@ -60,7 +60,8 @@ class UnitReduction:
         self.parameters = list(parameters)
         self._tensors = unit.backend.tensors
         self.gradients: list[Tensor | None] = list(gradients)
-        self.works: list[Work] = []
+        self.scatters: list[Work] = []
+        self.sums: list[Work] = []
         self.fused: list[Fused] = []
         self.outputs: list[Tensor] = [None] * len(self.parameters)
         """Flat, one per parameter: where its reduced piece lies in its buffer."""
@@ -110,9 +111,3 @@ class UnitReduction:
         if self.kind == "all":
             return iter(self.shards)
         return (self._tensors.zeros(each.spec.local_shape, each.spec.dtype) for each in self.parameters)
-
-    def wait(self) -> None:
-        """Wait for everything issued so far."""
-        works, self.works = self.works, []
-        for work in works:
-            work.wait()

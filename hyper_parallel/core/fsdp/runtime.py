@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Callable, Container, Iterator, Sequence
 
-from hyper_parallel.core.backend import Backend, Group, Tensor
+from hyper_parallel.core.backend import Backend, Group, Tensor, Work
+from hyper_parallel.core.behind import Works
 from hyper_parallel.core.fsdp.counts import Waits
 from hyper_parallel.core.fsdp.reduction import UnitReduction
 
@@ -94,7 +96,7 @@ class BackendRuntime:
                     self._count_summed(parameter, output, group)
                     if group.size > 1:
                         work = self._backend.collectives.all_reduce(output, group, async_op=True)
-                        reduction.works.append(work)
+                        reduction.scatters.append(work)
                 else:
                     self._scatter(reduction, parameter, output, parameter.pieces_of(gradient))
 
@@ -103,7 +105,7 @@ class BackendRuntime:
         uneven = parameter.spec.sent_pieces(collectives.scatters_uneven())
         scale = reduction.scale(parameter)
         work = collectives.reduce_scatter(output, pieces, group, async_op=True, pieces=uneven, scale=scale)
-        reduction.works.append(work)
+        reduction.scatters.append(work)
         counts.scattered += (group.size - 1) * output.numel() * min(pieces.itemsize, output.itemsize)
         casts = pieces.dtype != output.dtype
         if casts:
@@ -114,24 +116,38 @@ class BackendRuntime:
     def wait_reduce_scatter(self, reduction: UnitReduction) -> None:
         """Wait, and let go of the full gradients."""
         with self.waits.waiting_for("scatter"):
-            reduction.wait()
+            Works(reduction.scatters).wait()
         reduction.gradients = []
 
     def issue_all_reduce(self, reduction: UnitReduction) -> None:
-        """One all-reduce a buffer, over replicas and over the ranks that have computed parts of its gradients."""
+        """One all-reduce a buffer, over replicas and over the ranks that have computed parts of its gradients; behind
+        its reduce-scatter where the unit asks for early ones."""
+        kept = [reduction.unit.kept.take_piece(each) for each in reduction.parameters]
+        for parameter, output in zip(reduction.parameters, reduction.outputs):
+            self._count_summed(parameter, output, parameter.sum_group)
+        start = partial(self._sum, reduction, kept)
+        if not reduction.unit.early_all_reduce:
+            reduction.sums = start()
+            return
+        scattered, summed = self._backend.collectives.behind(reduction.scatters, start)
+        reduction.scatters, reduction.sums = [scattered], [summed]
+
+    def _sum(self, reduction: UnitReduction, kept: Sequence[Tensor | None]) -> list[Work]:
+        """Start the all-reduces, of what is kept as well."""
         with self._backend.autograd.no_grad():
-            for parameter, output in zip(reduction.parameters, reduction.outputs):
-                reduction.unit.kept.take_piece(parameter, output)
-                self._count_summed(parameter, output, parameter.sum_group)
-            for each in reduction.fused:
-                if each.group.size > 1:
-                    work = self._backend.collectives.all_reduce(each.buffer, each.group, async_op=True)
-                    reduction.works.append(work)
+            for output, piece in zip(reduction.outputs, kept):
+                if piece is not None:
+                    self._backend.tensors.add_(output, piece)
+            return [
+                self._backend.collectives.all_reduce(each.buffer, each.group, async_op=True)
+                for each in reduction.fused
+                if each.group.size > 1
+            ]
 
     def wait_all_reduce(self, reduction: UnitReduction) -> None:
         """Wait for the sums."""
         with self.waits.waiting_for("sum"):
-            reduction.wait()
+            Works(reduction.sums).wait()
 
     def settle(self, reduction: UnitReduction) -> None:
         """Hand each shard of a gradient to its parameter, in its dtype and where it lives."""

@@ -15,6 +15,9 @@ A recompute fetches nothing ahead. Layers are counted in forward order, backward
                                     (4) issue the all-reduce of layer l+1 and park it
     end of backward (settlement):   wait for everything parked, hand the gradients over
 
+A unit with `early_all_reduce` has (4) right behind (3): its all-reduce is issued behind its own reduce-scatter and
+begins by itself when that is done, not when the next layer down has computed its gradients.
+
 Nothing waits for an all-reduce before the settlement. While gradients are accumulated a layer's may be kept back, as
 they are before (3), or summed over the fast tier before (4).
 """
@@ -39,6 +42,8 @@ class ScheduledUnit(Protocol):
     only where no backward is to come."""
     reshard_after_backward: bool
     unshard_in_backward: bool
+    early_all_reduce: bool
+    """Begin the all-reduce when the reduce-scatter is done. Never changes."""
     forward_prefetch: Sequence[ScheduledUnit]
     """What to fetch ahead in its forward; what comes next in order where this is empty."""
     backward_prefetch: Sequence[ScheduledUnit]
@@ -83,7 +88,7 @@ class Runtime(Protocol):
         """Add the shards to what the unit keeps; the unit's next all-reduce takes it up."""
 
     def issue_all_reduce(self, reduction: Reduction) -> None:
-        """Start reducing the shards over the replica axis."""
+        """Start reducing the shards over the replica axis; with `early_all_reduce` as soon as they are there."""
 
     def wait_all_reduce(self, reduction: Reduction) -> None:
         """Have them summed over the replica axis."""
@@ -255,6 +260,8 @@ class Schedule:
             self._runtime.settle(reduction)  # (2)
         else:
             self._runtime.issue_reduce_scatter(reduction)  # (3)
+            if _is_early(reduction):
+                self._runtime.issue_all_reduce(reduction)
             self._previous = reduction
         if previous is not None:
             self._park(previous)  # (4)
@@ -285,9 +292,10 @@ class Schedule:
     def _park(self, reduction: Reduction) -> None:
         if reduction.kind == "scatter":
             self._runtime.accumulate(reduction)
-        else:
+            return
+        if not _is_early(reduction):
             self._runtime.issue_all_reduce(reduction)
-            self._parked.append(reduction)
+        self._parked.append(reduction)
 
     def _issue_rest(self) -> None:
         if self._previous is not None:
@@ -307,7 +315,13 @@ class Schedule:
         for a sum is lost with it: a part of this backward's gradients may be in it."""
         if self._previous is not None:
             self._runtime.wait_reduce_scatter(self._previous)
+            if _is_early(self._previous):
+                self._parked.append(self._previous)
         for reduction in self._parked:
             self._runtime.wait_all_reduce(reduction)
         self._previous, self._parked = None, []
         self._runtime.forget_kept()
+
+
+def _is_early(reduction: Reduction) -> bool:
+    return reduction.unit.early_all_reduce and reduction.kind == "all"

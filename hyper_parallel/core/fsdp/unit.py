@@ -51,6 +51,7 @@ class Unit:
         self.needs_reduction = any(each.is_reduced for each in self.parameters)
         self._is_gathered = any(each.is_gathered for each in self.parameters)
         self._is_summed = any(each.sum_group.size > 1 for each in self.parameters)
+        self.early_all_reduce = any(each.early_all_reduce for each in self.parameters)
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.forward_prefetch: list[Unit] = []

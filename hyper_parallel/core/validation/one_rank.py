@@ -17,8 +17,8 @@ class OneRankCollectives(JoinedRank):
     def __init__(self, rank: int, ranks: int):
         super().__init__(RankGroup(tuple(range(ranks)), rank), "simulation")
 
-    def groups(self, partition: Sequence[Sequence[int]]) -> RankGroup | None:
-        """See `core.backend.Collectives`."""
+    def groups(self, partition: Sequence[Sequence[int]], apart: bool = False) -> RankGroup | None:
+        """See `core.backend.Collectives`. Nothing travels, so one group will do."""
         return self._job.groups(partition, lambda ranks, index: None)
 
     def all_gather(
