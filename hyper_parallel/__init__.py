@@ -55,6 +55,14 @@ _WHERE = {
     "cross_entropy": "api",
     "clip_grad_norm_": "api",
     "manual_seed": "seeds",
+    # Optimizers.
+    "Muon": "optim",
+    "NorMuon": "core.muon.options",
+    "QKClip": "core.muon.qk_clip",
+    "NewtonSchulz": "core.muon.newton_schulz",
+    "LogicalMatrix": "core.muon.matrices",
+    "MatrixView": "core.muon.matrices",
+    "split_rows": "core.muon.matrices",
     # Errors.
     "HyperParallelError": "core.errors",
     "BackendUnavailable": "core.errors",
@@ -62,6 +70,7 @@ _WHERE = {
     "PlanError": "core.errors",
     "LayoutError": "core.errors",
     "ContractError": "core.errors",
+    "GradientError": "core.errors",
     "CheckpointError": "core.errors",
     "CommunicationError": "core.errors",
 }

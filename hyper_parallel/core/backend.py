@@ -13,13 +13,28 @@ Dtypes are named by their numpy spelling: "float32", "float16", "bfloat16", "flo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, ContextManager, Iterable, Iterator, Mapping, NamedTuple, Protocol, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    ContextManager,
+    Iterable,
+    Iterator,
+    Mapping,
+    NamedTuple,
+    Protocol,
+    Sequence,
+)
 
 import numpy as np
 
 from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.muon.newton_schulz import NewtonSchulz
 from hyper_parallel.core.regions import Box
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.muon.optimizer import MuonEngine
 
 Tensor = Any
 Parameter = Any
@@ -682,6 +697,47 @@ class Orthogonalizing(Protocol):
         """Multiply each box of a contiguous tensor with its factor, in place. A slice has start and stop."""
 
 
+class ElementWise(Protocol):
+    """The framework's own AdamW over groups of parameters, which count through all groups."""
+
+    counts_together: bool
+    """Whether it counts the steps of all parameters alike, whatever gradients there were."""
+
+    def __init__(self, groups: Sequence[tuple[Sequence[Parameter], Mapping[str, Any]]], foreach: bool | None):
+        """Groups of parameters with "lr", "weight_decay", "betas" and "eps". Raises `ConfigError` for `foreach` where
+        the framework has no operators for lists."""
+
+    def step(self, gradients: Sequence[Tensor | None], options: Sequence[Mapping[str, Any]]) -> None:
+        """One step with the options that groups have now. Without a gradient a parameter keeps value and moments."""
+
+    def state(self, number: int) -> dict[str, Any]:
+        """What it keeps of a parameter, the tensors themselves: "step", "exp_avg" and "exp_avg_sq". Empty before the
+        first step, or where this rank holds nothing, in some frameworks."""
+
+    def load(self, number: int, values: Mapping[str, Any]) -> None:
+        """Overwrite that with a number and tensors of the local shape; what is not given is as before a step."""
+
+
+class Optimizing(Protocol):
+    """The framework's own kind of optimizer, and its own distributed parameters."""
+
+    AdamW: type[ElementWise]
+
+    def own_layout(self, parameter: Parameter) -> Layout | None:
+        """How one of the framework's own distributed parameters lies; None for any other.
+
+        Raises `LayoutError` where we have no words for it."""
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of one of the framework's own distributed tensors, over its memory; another as it is."""
+
+    def set_learning_rate(self, group: dict[str, Any], value: float) -> None:
+        """Set that of a group of an optimizer."""
+
+    def muon(self, engine: MuonEngine) -> Any:
+        """The framework's optimizer around an engine, which does all that is more than its interface."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One framework, as the core sees it."""
@@ -695,6 +751,7 @@ class Backend:
     interception: Interception
     randomness: Randomness
     muon: Orthogonalizing
+    optimizer: Optimizing
 
     def __deepcopy__(self, memo: dict) -> Backend:
         raise ConfigError(NO_COPY)  # what parallelize has put on a model, or on a module of it, holds this

@@ -25,6 +25,10 @@ class ContractError(HyperParallelError):
     """A tensor reached a boundary in another layout than the plan says."""
 
 
+class GradientError(HyperParallelError):
+    """A gradient is not finite, is missing on some ranks only, or does not fit its parameter."""
+
+
 class CheckpointError(HyperParallelError):
     """Saved state is missing, damaged or does not fit the model."""
 

@@ -64,7 +64,12 @@ def test_only_backends_and_the_decoders_import_a_framework():
 def protocols():
     """`{room: {function: [parameter names]}}` as core/backend.py asks for."""
     rooms = {"Tensors": "tensors", "Collectives": "collectives", "Autograd": "autograd", "Modules": "modules"}
-    rooms |= {"Training": "training", "Interception": "interception", "Orthogonalizing": "muon"}
+    rooms |= {
+        "Training": "training",
+        "Interception": "interception",
+        "Orthogonalizing": "muon",
+        "Optimizing": "optimizer",
+    }
     for node in ast.parse((PACKAGE / "core/backend.py").read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name in rooms:
             functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]

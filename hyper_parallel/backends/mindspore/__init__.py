@@ -6,6 +6,7 @@ from hyper_parallel.backends.mindspore import (
     interception,
     modules,
     muon,
+    optimizer,
     randomness,
     tensors,
     training,
@@ -22,4 +23,5 @@ BACKEND = Backend(
     interception=interception,
     randomness=randomness,
     muon=muon,
+    optimizer=optimizer,
 )

@@ -180,6 +180,11 @@ def layout_of(parameter: Parameter) -> Layout | None:
     return layouts.get(parameter)
 
 
+def is_replaced(parameter: Parameter) -> bool:
+    """Tell whether a shard has taken the place of this parameter object in its model."""
+    return _replaced.get(parameter) is not None
+
+
 def usable_mesh(backend: Backend, mesh: Any, dp_mesh_dims: Any = None) -> DeviceMesh:
     """The mesh to shard over, all ranks on `shard` when none is given, axes of `dp_mesh_dims` joined and renamed.
 
