@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple, Sequence
+from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -20,11 +20,11 @@ from hyper_parallel.core.wire import simplified
 class Span(NamedTuple):
     """A box of elements: where its first one lies in the local tensor and in the batch, and the strides of each."""
 
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, ...]
     local: int
-    local_strides: tuple[int, int, int]
+    local_strides: tuple[int, ...]
     slot: int
-    slot_strides: tuple[int, int, int]
+    slot_strides: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -59,27 +59,35 @@ def spans_of(kind: Kind, cell: int, rank: int, matrix: int, first: int, last: in
             _side_runs(view, matrix, 1, *parts[2]),
         )
         for runs in product(*sides):
-            strides = tuple(run.step * step for run, step in zip(runs, (rows * columns, *steps)))
+            units = (rows * columns, *steps)
+            dims = [(level, unit) for run, unit in zip(runs, units) for level in run.levels]
             spans.append(
                 Span(
-                    tuple(run.count for run in runs),
+                    tuple(level.count for level, _ in dims),
                     piece.start + sum(run.offset for run in runs),
-                    tuple(run.offset_step for run in runs),
-                    sum(run.place * step for run, step in zip(runs, (rows * columns, *steps))),
-                    strides,
+                    tuple(level.offset_step for level, _ in dims),
+                    sum(run.place * unit for run, unit in zip(runs, units)),
+                    tuple(level.step * unit for level, unit in dims),
                 )
             )
     return tuple(spans)
 
 
-class _Run(NamedTuple):
-    """Rows, columns or planes whose places and whose offsets in the local tensor are each evenly apart."""
+class _Level(NamedTuple):
+    """Things whose places, and whose offsets in the local tensor, are each evenly apart."""
 
     count: int
-    place: int
     step: int
-    offset: int
     offset_step: int
+
+
+class _Run(NamedTuple):
+    """Rows, columns or planes that one move can copy: those of one level, or such in groups that are alike, as the rows
+    of each head are."""
+
+    levels: tuple[_Level, ...]
+    place: int
+    offset: int
 
 
 @lru_cache(maxsize=4096)
@@ -110,10 +118,26 @@ def _runs(places: np.ndarray, sizes: tuple[int, ...], bounds: Bounds, strides: S
     while start < len(own):
         later = changes[np.searchsorted(changes, start + 1) :]
         stop = int(later[0]) + 1 if len(later) else len(own)
+        if stop - start > 1 and steps[0, start] < 0:
+            stop = start + 1  # rows in an order of the view's own, which no move follows backwards
         step, offset_step = (int(each) for each in steps[:, start]) if stop - start > 1 else (1, 1)
-        runs.append(_Run(stop - start, int(own[start]), step, int(offsets[start]), offset_step))
+        runs.append(_Run((_Level(stop - start, step, offset_step),), int(own[start]), int(offsets[start])))
         start = stop
-    return tuple(runs)
+    return tuple(_grouped(runs))
+
+
+def _grouped(runs: Sequence[_Run]) -> Iterator[_Run]:
+    """The same, those that follow each other at even distances and are alike as one."""
+    start = 0
+    while start < len(runs):
+        first, stop, apart = runs[start], start + 1, None
+        while stop < len(runs) and runs[stop].levels == first.levels:
+            found = runs[stop].place - runs[stop - 1].place, runs[stop].offset - runs[stop - 1].offset
+            if found[0] < 0 or apart not in (None, found):
+                break
+            apart, stop = found, stop + 1
+        yield first._replace(levels=(_Level(stop - start, *apart), *first.levels)) if apart else first
+        start = stop
 
 
 def joined(moves: Sequence[Move]) -> tuple[Move, ...]:

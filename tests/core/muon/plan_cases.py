@@ -46,20 +46,24 @@ def newton_schulz(matrices: np.ndarray) -> np.ndarray:
 
 
 def draw_view(draw: Draw, shape: Sequence[int]) -> MatrixView:
-    """Whole planes, transposed or not; planes in two, one below the other, side by side, or row by row."""
+    """Whole planes, transposed or not, or with their rows in another order; planes in two, one below the other, side by
+    side, row by row, or by groups of rows."""
     lead = draw(0, len(shape) - 2)
     split = draw(lead + 1, len(shape) - 1)
     rows, columns = range(prod(shape[lead:split])), range(prod(shape[split:]))
-    kind = pick(draw, ("whole", "transposed", "below", "beside", "interleaved"))
+    kind = pick(draw, ("whole", "transposed", "below", "beside", "interleaved", "reordered", "grouped"))
     at = draw(1, max(1, (len(columns) if kind == "beside" else len(rows)) - 1))
+    groups = [rows[start : start + at] for start in range(0, len(rows), at)] + [rows[:0]] * 2
     parts = {
-        "whole": [(rows, columns, False)],
-        "transposed": [(rows, columns, True)],
-        "below": [(rows[:at], columns, False), (rows[at:], columns, True)],
-        "beside": [(rows, columns[:at], False), (rows, columns[at:], False)],
-        "interleaved": [(rows[::2], columns, False), (rows[1::2], columns, False)],
+        "whole": [((rows,), columns, False)],
+        "transposed": [((rows,), columns, True)],
+        "below": [((rows[:at],), columns, False), ((rows[at:],), columns, True)],
+        "beside": [((rows,), columns[:at], False), ((rows,), columns[at:], False)],
+        "interleaved": [((rows[::2],), columns, False), ((rows[1::2],), columns, False)],
+        "reordered": [((rows[at:], rows[:at]), columns, False)],
+        "grouped": [(tuple(groups[::2]), columns, False), (tuple(groups[1::2]), columns, True)],
     }
-    return MatrixView(shape, lead, split, tuple(LogicalMatrix((r,), (c,), t) for r, c, t in parts[kind]))
+    return MatrixView(shape, lead, split, tuple(LogicalMatrix(r, (c,), t) for r, c, t in parts[kind]))
 
 
 def draw_plan(draw: Draw, ranks: Sequence[int] | None = None, most: int = 4) -> MuonPlan:
