@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Iterator, Mapping, Sequence
 
 from hyper_parallel.core.muon.batches import Assignment, Batch
 from hyper_parallel.core.muon.components import Component, Kind
-from hyper_parallel.core.muon.owners import Unit
 from hyper_parallel.core.muon.program import RESULTS, Program
 from hyper_parallel.core.muon.relay import relay_of
 from hyper_parallel.core.muon.subgroups import Cluster
@@ -150,10 +149,11 @@ def _component(plan: MuonPlan, components: Sequence[Component]) -> Iterator[str]
     for number, batch in enumerate(assignment.batches):
         yield f"  {number}: {_batch(batch, component)}"
     yield f"  buffers of rank {component.ranks[0]}: {_buffers(plan.program(component.ranks[0]))}"
+    kept, computed = _owners(component, assignment, plan)
     for index, each in enumerate(plan.parameters):
-        units = [unit for unit in assignment.units if unit.index == index]
-        if units:
-            yield f"  {each.name} {list(each.layout.shape)}: {_owners(units, component, assignment, plan)}"
+        if kept[index]:
+            owners = f"momentum on {_short(sorted(kept[index]))}, orthogonalized on {_short(sorted(computed[index]))}"
+            yield f"  {each.name} {list(each.layout.shape)}: {owners}"
 
 
 def _buffers(program: Program) -> str:
@@ -182,22 +182,17 @@ def _batch(batch: Batch, component: Component) -> str:
     return f"{matrices} of {rows} x {columns}, {how}, {where}; by rank {owners}{more}"
 
 
-def _owners(units: Sequence[Unit], component: Component, assignment: Assignment, plan: MuonPlan) -> str:
-    kept: set[int] = set()
-    for unit in units:
+def _owners(component: Component, assignment: Assignment, plan: MuonPlan) -> tuple[list[set[int]], list[set[int]]]:
+    """For each parameter the ranks that keep its momentum, and those that orthogonalize its matrices."""
+    kept: list[set[int]] = [set() for _ in plan.parameters]
+    computed: list[set[int]] = [set() for _ in plan.parameters]
+    for unit in assignment.units:
         cluster = component.clusters[plan.kind_of[unit.index]][unit.cluster]
-        kept |= set(cluster.copies[unit.copy])
-    numbers = {number for number, unit in enumerate(assignment.units) if unit.index == units[0].index}
-    computed = sorted(
-        {
-            component.ranks[gathering.ranks[block.owner]]
-            for batch in assignment.batches
-            for gathering in batch.groups
-            for block in gathering.blocks
-            if block.unit in numbers
-        }
-    )
-    return f"momentum on {_short(sorted(kept))}, orthogonalized on {_short(computed)}"
+        kept[unit.index].update(cluster.copies[unit.copy])
+    for gathering in (each for batch in assignment.batches for each in batch.groups):
+        for block in gathering.blocks:
+            computed[assignment.units[block.unit].index].add(component.ranks[gathering.ranks[block.owner]])
+    return kept, computed
 
 
 def _named(axes: Sequence[str]) -> str:

@@ -205,7 +205,7 @@ def make_plan(
     for one, other in zip(given, given[1:]):
         if one.name == other.name:
             raise ConfigError(f"{one.name} is named twice among the parameters of Muon; every matrix is updated once")
-    last = max((rank for each in given for rank in each.layout.mesh.ranks), default=0)
+    last = max((max(mesh.ranks) for mesh in {each.layout.mesh for each in given}), default=0)
     if topology is None:
         topology = Topology((0,) * (last + 1), (0,) * (last + 1), source="nobody, so that all ranks are taken as near")
     if last >= topology.world_size:
