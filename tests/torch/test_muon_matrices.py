@@ -97,3 +97,35 @@ def assert_clipping_makes_logits_smaller(
 def whole(description: ModelDescription) -> dict[str, hp.Layout]:
     """Every parameter on one rank."""
     return {each.name: hp.Layout(hp.DeviceMesh((1,), ("shard",)), {}, each.shape) for each in description.parameters}
+
+
+def test_maxima_that_were_refused_are_over():
+    model = build(*ZOO["llama"])
+    optimizer = hp.Muon(model, qk_clip=hp.QKClip(tau=1.0))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.observe_attention({"model.layers.1.self_attn": torch.tensor([1.0, 2.0, torch.nan, 3.0])})
+    with pytest.raises(hp.ConfigError, match="head 2 of model.layers.1.self_attn is nan; nothing was changed"):
+        optimizer.step()
+    assert all((one == other).all() for one, other in zip(model.parameters(), before))
+    optimizer.step()
+    assert all((one != other).any() for one, other in zip(model.parameters(), before))
+
+
+def test_the_largest_logits_of_micro_batches_count_and_heads_are_scaled_after_the_update():
+    with double_precision():
+        plain, clipped = build(*ZOO["llama"]), build(*ZOO["llama"])
+        for model, clip in ((plain, None), (clipped, hp.QKClip(tau=1.0))):
+            optimizer = hp.Muon(model, qk_clip=clip, ns_dtype="float32")
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            if clip:
+                optimizer.observe_attention({"model.layers.1.self_attn": [4.0, 0.5, 1.0, 2.0]})
+                optimizer.observe_attention({"model.layers.1.self_attn": [1.0, 0.7, 1.0, 16.0]})
+            optimizer.step()
+    query = clipped.model.layers[1].self_attn.q_proj.weight / plain.model.layers[1].self_attn.q_proj.weight
+    expected = torch.tensor([0.5, 1.0, 1.0, 0.25], dtype=torch.float64)  # square roots of 1/4, 1, 1, 1/16
+    torch.testing.assert_close(query.detach().reshape(4, 8, 32), expected[:, None, None].expand(4, 8, 32))
+    for (name, one), (_, other) in zip(clipped.named_parameters(), plain.named_parameters()):
+        assert ("layers.1.self_attn.q_proj" in name or "layers.1.self_attn.k_proj" in name) or (one == other).all()

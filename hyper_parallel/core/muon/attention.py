@@ -45,8 +45,10 @@ class AttentionClip:
             self._seen[path] = np.maximum(self._seen[path], values) if path in self._seen else values
 
     def exchange(self) -> np.ndarray:
-        """The largest logits of all ranks since the last step. Called by all ranks."""
-        return self._rank.exchange(self._backend, self._seen)
+        """The largest logits of all ranks since the last step. Called by all ranks. What was seen is over with that,
+        also where it is refused: a step that is tried again would be refused for ever."""
+        seen, self._seen = self._seen, {}
+        return self._rank.exchange(self._backend, seen)
 
     def apply(self, engine: MuonEngine, largest: np.ndarray) -> None:
         """Scale this rank's parts of queries and keys, and of their float32 copies."""
@@ -59,4 +61,3 @@ class AttentionClip:
                     self._backend.muon.scale_blocks_(scaled, boxes, factors)
                     if scaled is not tensor:
                         tensors.copy_(tensor, scaled)
-        self._seen = {}

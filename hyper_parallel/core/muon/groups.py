@@ -54,10 +54,10 @@ class Asked:
 def read_model(backend: Backend, model: Module, asked: Asked) -> Request:
     """The trainable parameters of a model: matrices inside of it go to Muon, all else to AdamW, as routes say."""
     found: dict[str, Stored] = {}
+    seen: set[int] = set()
     for use in backend.modules.parameter_uses(model):
-        if backend.modules.is_trainable(use.parameter) and not any(
-            use.parameter is e.parameter for e in found.values()
-        ):
+        if backend.modules.is_trainable(use.parameter) and id(use.parameter) not in seen:
+            seen.add(id(use.parameter))
             found[use.name] = stored(backend, use.name, use.parameter, asked.mesh)
     if not found:
         raise ConfigError(f"Muon: nothing in this {type(model).__name__} asks for a gradient")
