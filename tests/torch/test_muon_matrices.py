@@ -114,16 +114,15 @@ def test_maxima_that_were_refused_are_over():
 
 
 def test_the_largest_logits_of_micro_batches_count_and_heads_are_scaled_after_the_update():
-    with double_precision():
-        plain, clipped = build(*ZOO["llama"]), build(*ZOO["llama"])
-        for model, clip in ((plain, None), (clipped, hp.QKClip(tau=1.0))):
-            optimizer = hp.Muon(model, qk_clip=clip, ns_dtype="float32")
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            if clip:
-                optimizer.observe_attention({"model.layers.1.self_attn": [4.0, 0.5, 1.0, 2.0]})
-                optimizer.observe_attention({"model.layers.1.self_attn": [1.0, 0.7, 1.0, 16.0]})
-            optimizer.step()
+    plain, clipped = build(*ZOO["llama"]), build(*ZOO["llama"])
+    for model, clip in ((plain, None), (clipped, hp.QKClip(tau=1.0))):
+        optimizer = hp.Muon(model, qk_clip=clip, ns_dtype="float32")
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if clip:
+            optimizer.observe_attention({"model.layers.1.self_attn": [4.0, 0.5, 1.0, 2.0]})
+            optimizer.observe_attention({"model.layers.1.self_attn": [1.0, 0.7, 1.0, 16.0]})
+        optimizer.step()
     query = clipped.model.layers[1].self_attn.q_proj.weight / plain.model.layers[1].self_attn.q_proj.weight
     expected = torch.tensor([0.5, 1.0, 1.0, 0.25], dtype=torch.float64)  # square roots of 1/4, 1, 1, 1/16
     torch.testing.assert_close(query.detach().reshape(4, 8, 32), expected[:, None, None].expand(4, 8, 32))
