@@ -8,6 +8,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.errors import CheckpointError, ConfigError, GradientError, LayoutError
+from tests.torch import muon_bodies as bodies
 
 SIZES = {"first": (24, 16), "second": (16, 24), "square": (16, 16)}
 HALF_BOUND = 3e-2  # bfloat16 Newton-Schulz in two implementations, relative to the norm of all updates
@@ -297,3 +298,31 @@ def test_generators_and_pairs_are_taken():
     assert hp.Muon(p for p in model.parameters() if p.ndim == 2).param_groups[0]["param_names"][0] == "parameter.0"
     pairs = ((name, p) for name, p in model.named_parameters() if p.ndim == 2)
     assert hp.Muon([{"params": pairs, "lr": 0.1}]).param_groups[0]["param_names"][1] == "up.weight"
+
+
+BODIES = "tests.torch.muon_bodies"
+
+
+@pytest.mark.parametrize("how", ["shards", "replicas", "over tensor"])
+def test_models_of_fsdp2_train_as_on_one_device_and_their_state_fits_others(pool, how):
+    options = dict(lr=0.02, adamw_lr=0.001, ns_dtype="float32", second_moment=hp.NorMuon())
+    alone, _ = bodies.train(None, "alone", options, steps=6)
+    results = pool("torch", 4).run(f"{BODIES}:train", how, options, steps=3)
+    start, state = results[0]
+    for values, _ in results:
+        for name, value in values.items():
+            np.testing.assert_array_equal(value, start[name], err_msg=name)
+    # What four ranks have kept goes on in one process, and what one process has kept on four ranks.
+    going_on, again = bodies.train(None, "alone", options, first=4, steps=3, start=start, state=state)
+    first, held = bodies.train(None, "alone", options, steps=3)
+    others = pool("torch", 4).run(f"{BODIES}:train", how, options, first=4, steps=3, start=first, state=held)
+    for name, value in alone.items():
+        np.testing.assert_allclose(going_on[name], value, rtol=0, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(others[0][0][name], value, rtol=0, atol=1e-5, err_msg=name)
+    assert others[0][1]["parameters"].keys() == again["parameters"].keys()
+
+
+@pytest.mark.parametrize("how", ["replicas", "over tensor"])
+def test_a_loop_over_fsdp2_is_written_as_with_any_optimizer(pool, how):
+    for losses, same in pool("torch", 4).run(f"{BODIES}:as_users_write", how):
+        assert losses[0] > losses[1] > losses[2] and losses[3] == losses[4] and same
