@@ -7,26 +7,35 @@ from dataclasses import dataclass
 from math import prod
 from typing import Iterator, NamedTuple, Sequence
 
+import numpy as np
+
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.muon.components import Component
+from hyper_parallel.core.muon.domains import Cell
+from hyper_parallel.core.muon.kinds import Kind, Seat
 from hyper_parallel.core.muon.newton_schulz import NewtonSchulz
-from hyper_parallel.core.muon.owners import Share, Unit, costs_of, deal, replica_owners, share_of
+from hyper_parallel.core.muon.owners import Unit, deal, replica_owners
 from hyper_parallel.core.muon.parameters import MuonParameter
 from hyper_parallel.core.plan.model import ITEM_BYTES
 
 
 class Alike(NamedTuple):
-    """What the matrices of a batch have in common. Those that are complete where they are have no axes and no mesh."""
+    """What the matrices of a batch have in common: `is_cut` along `axes`, or complete.
+
+    Along `replicas` the same is computed again. That it is computed in the same batches, and so is the same bit for
+    bit, a batch holds nothing that lies otherwise along the mesh.
+    """
 
     shape: tuple[int, int]
     settings: NewtonSchulz
-    axes: tuple[str, ...] = ()
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh
+    replicas: tuple[str, ...]
+    axes: tuple[str, ...]
+    is_cut: bool
 
     @property
     def order(self) -> tuple:
         """Sorts batches: the largest matrices first, then as their texts do."""
-        return -prod(self.shape), self.shape, repr(self.settings), self.axes, repr(self.mesh)
+        return -prod(self.shape), self.shape, repr(self.settings), repr(self.mesh), self.replicas, self.axes
 
 
 class Run(NamedTuple):
@@ -39,7 +48,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A run, and the place in the group of the rank that orthogonalizes it."""
+    """A run, and the place in the copy of the rank that orthogonalizes it."""
 
     unit: int
     matrix: int
@@ -48,79 +57,95 @@ class Block(NamedTuple):
     owner: int
 
 
-class Gathering(NamedTuple):
-    """One group's part of a batch: the positions of its ranks, and its blocks in their order."""
+class Where(NamedTuple):
+    """The ranks that take part in something: those of a copy in each cluster of a cell, or, where matrices are
+    complete, those at one of its places."""
 
-    ranks: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    cell: int
+    copy: int
+    place: int = -1
 
 
-class Batch(NamedTuple):
-    """Groups that share no rank. Complete matrices have groups of one rank."""
+@dataclass(frozen=True)
+class Batch:
+    """Blocks by the ranks that take part, which all sit in the clusters of `kind`."""
 
     alike: Alike
-    groups: tuple[Gathering, ...]
+    kind: int
+    blocks: dict[Where, tuple[Block, ...]]
+
+    def of(self, seat: Seat | None) -> tuple[Block, ...]:
+        """Those that a rank takes part in."""
+        if seat is None:
+            return ()
+        where = Where(seat.cluster.cell, seat.copy, -1 if self.alike.is_cut else seat.place)
+        return self.blocks.get(where, ())
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """All that is decided for a component, in positions of its ranks. `flops` and `state` (bytes) are by position."""
+    """All that is decided. `flops` and `state` (bytes) are by global rank."""
 
     units: tuple[Unit, ...]
     batches: tuple[Batch, ...]
-    flops: tuple[int, ...]
-    state: tuple[int, ...]
+    flops: dict[int, int]
+    state: dict[int, int]
 
 
 def assign(
-    component: Component, parameters: Sequence[MuonParameter], kind_of: Sequence[int], batch_elements: int
+    kinds: Sequence[Kind], kind_of: Sequence[int], parameters: Sequence[MuonParameter], batch_elements: int
 ) -> Assignment:
     """Decide who keeps and who computes what, and in which batches."""
-    shares: dict[tuple, Share] = {}
-    costs = {
-        (kind, each.settings): costs_of(component.kinds[kind], each.settings) for kind, each in zip(kind_of, parameters)
-    }
-    for (kind, settings), cost in costs.items():
-        for number, cluster in enumerate(component.clusters[kind]):
-            shares[kind, number, settings] = share_of(component.kinds[kind].domain.cells[cluster.cell], cost)
-    units = replica_owners(component, parameters, kind_of, shares)
-    work = _Work(component, parameters, kind_of, units)
-    chunks = {alike: _chunks(alike, groups, batch_elements) for alike, groups in work.alike().items()}
-    flops = [0] * len(component.ranks)
-    for alike, parts in chunks.items():
-        if not alike.axes:
-            for ranks, runs in (each for part in parts for each in part):
-                flops[ranks[0]] += alike.settings.flops(*alike.shape) * sum(run.last - run.first for run in runs)
-    made = {}
-    for alike in sorted(chunks, key=lambda each: (-each.settings.flops(*each.shape), each.order)):
+    ranks = sorted({rank for kind in kinds for rank in kind.seats})
+    count = max(ranks, default=-1) + 1
+    units = replica_owners(kinds, kind_of, parameters, count)
+    work = _Work(kinds, kind_of, parameters, units)
+    flops = np.zeros(count, dtype=np.int64)
+    groups = work.groups()
+    chunks = {alike: _chunks(alike, runs, batch_elements) for alike, (_, runs) in groups.items()}
+    made: dict[Alike, list[Batch]] = {}
+    # Complete matrices have no choice, so they come first here.
+    for alike in sorted(chunks, key=lambda each: (each.is_cut, -each.settings.flops(*each.shape), each.order)):
+        kind = groups[alike][0]
         made[alike] = [
-            Batch(alike, tuple(Gathering(ranks, tuple(work.blocks(alike, ranks, runs, flops))) for ranks, runs in part))
+            Batch(
+                alike,
+                kind,
+                {where: tuple(work.blocks(alike, kind, where, runs, flops)) for where, runs in part.items()},
+            )
             for part in chunks[alike]
         ]
-    return Assignment(tuple(units), tuple(_in_order(made)), tuple(flops), tuple(work.state()))
+    state = work.state(count)
+    return Assignment(
+        tuple(units),
+        tuple(_in_order(made)),
+        {rank: int(flops[rank]) for rank in ranks},
+        {rank: int(state[rank]) for rank in ranks},
+    )
 
 
 def _in_order(made: dict[Alike, list[Batch]]) -> list[Batch]:
     """The largest first. Of the complete ones, in which nothing travels, one comes before the others, so that the first
     pieces travel meanwhile, and the rest behind them, as do the last slices."""
-    cut = [batch for alike in sorted(made, key=lambda each: each.order) if alike.axes for batch in made[alike]]
-    complete = [batch for alike in sorted(made, key=lambda each: each.order) if not alike.axes for batch in made[alike]]
+    ordered = [batch for alike in sorted(made, key=lambda each: each.order) for batch in made[alike]]
+    cut = [batch for batch in ordered if batch.alike.is_cut]
+    complete = [batch for batch in ordered if not batch.alike.is_cut]
     return complete[:1] + cut + complete[1:]
 
 
-Groups = dict[tuple[int, ...], list[Run]]
-"""For each group of ranks, by position, its matrices."""
+Groups = dict[Where, list[Run]]
+"""For each group of ranks its matrices."""
 
 
-def _chunks(alike: Alike, groups: Groups, batch_elements: int) -> list[list[tuple[tuple[int, ...], list[Run]]]]:
-    """The matrices of each group in batches of bounded size: for each batch its groups, and their runs."""
+def _chunks(alike: Alike, groups: Groups, batch_elements: int) -> list[Groups]:
+    """The matrices of each group in batches of bounded size."""
     most = max(1, batch_elements // prod(alike.shape))
-    chunks: list[list[tuple[tuple[int, ...], list[Run]]]] = []
-    for ranks in sorted(groups):
-        for number, runs in enumerate(_cut_up(groups[ranks], most)):
+    chunks: list[Groups] = []
+    for where in sorted(groups):
+        for number, runs in enumerate(_cut_up(groups[where], most)):
             if number == len(chunks):
-                chunks.append([])
-            chunks[number].append((ranks, runs))
+                chunks.append({})
+            chunks[number][where] = runs
     return chunks
 
 
@@ -143,42 +168,44 @@ def _cut_up(runs: Sequence[Run], most: int) -> Iterator[list[Run]]:
 
 
 class _Work:
-    """The matrices of a component's units: which lie whole on a rank, which are cut, and who gets those."""
+    """The matrices of a plan's units: which lie whole on a rank, which are cut, and who gets those."""
 
     def __init__(
         self,
-        component: Component,
-        parameters: Sequence[MuonParameter],
+        kinds: Sequence[Kind],
         kind_of: Sequence[int],
+        parameters: Sequence[MuonParameter],
         units: Sequence[Unit],
     ):
-        self._component = component
-        self._parameters = parameters
+        self._kinds = kinds
         self._kind_of = kind_of
+        self._parameters = parameters
         self._units = units
 
-    def alike(self) -> dict[Alike, Groups]:
-        """All matrices, by what they have in common and by the ranks that hold pieces of them."""
-        found: dict[Alike, Groups] = {}
+    def groups(self) -> dict[Alike, tuple[int, Groups]]:
+        """All matrices, by what they have in common and by the ranks that hold pieces of them; and the kind of the
+        first."""
+        found: dict[Alike, tuple[int, Groups]] = {}
         known: dict[tuple, tuple[Alike, Alike]] = {}
         for number, unit in enumerate(self._units):
             kind, settings = self._kind_of[unit.index], self._parameters[unit.index].settings
-            ranks = self._ranks(unit)
             for matrix, first, last, holder in self._matrices(unit):
                 if (kind, settings, matrix) not in known:
                     known[kind, settings, matrix] = self._both(kind, settings, matrix)
                 cut, complete = known[kind, settings, matrix]
-                group, alike = (ranks, cut) if holder is None else ((ranks[holder],), complete)
-                found.setdefault(alike, {}).setdefault(group, []).append(Run(number, matrix, first, last))
+                alike, place = (cut, -1) if holder is None else (complete, holder)
+                _, groups = found.setdefault(alike, (kind, {}))
+                groups.setdefault(Where(unit.cell, unit.copy, place), []).append(Run(number, matrix, first, last))
         return found
 
     def _both(self, kind: int, settings: NewtonSchulz, matrix: int) -> tuple[Alike, Alike]:
-        made = self._component.kinds[kind]
-        shape = made.view.matrices[matrix].core_shape
-        return Alike(shape, settings, made.domain.axes, made.layout.mesh), Alike(shape, settings)
+        made = self._kinds[kind]
+        shape, domain = made.view.matrices[matrix].core_shape, made.domain
+        cut = Alike(shape, settings, made.layout.mesh, domain.replicas, domain.axes, True)
+        return cut, cut._replace(is_cut=False)
 
     def _matrices(self, unit: Unit) -> Iterator[tuple[int, int, int, int | None]]:
-        """`(matrix, first, last, holder)`: its holder's place in the group, None where there are several."""
+        """`(matrix, first, last, holder)`: its holder's place in the copy, None where there are several."""
         cell = self._cell(unit)
         steps = [(unit.first, unit.last)] if cell.uniform else [(at, at + 1) for at in range(unit.first, unit.last)]
         for matrix in range(cell.counts.shape[2]):
@@ -187,12 +214,18 @@ class _Work:
                 if holders:
                     yield matrix, first, last, int(cell.counts[:, first, matrix].argmax()) if holders == 1 else None
 
-    def blocks(self, alike: Alike, ranks: tuple[int, ...], runs: Sequence[Run], flops: list[int]) -> Iterator[Block]:
-        """The runs of one group's part of a batch, dealt out to its ranks."""
-        cost = alike.settings.flops(*alike.shape)
+    def blocks(
+        self, alike: Alike, kind: int, where: Where, runs: Sequence[Run], flops: np.ndarray
+    ) -> tuple[Block, ...]:
+        """The runs of one group's part of a batch, dealt out to its places."""
+        return tuple(self._dealt(alike, kind, where, runs, flops))
+
+    def _dealt(self, alike: Alike, kind: int, where: Where, runs: Sequence[Run], flops: np.ndarray) -> Iterator[Block]:
+        cost, ranks = alike.settings.flops(*alike.shape), self._kinds[kind].grids[where.cell][:, where.copy]
         for run in runs:
-            if not alike.axes:
-                yield Block(*run, 0)
+            if not alike.is_cut:
+                flops[ranks[:, where.place]] += cost * (run.last - run.first)
+                yield Block(*run, where.place)
                 continue
             held = self._cell(self._units[run.unit]).held(run.matrix, run.first, run.first + 1)
             first = run.first
@@ -201,20 +234,14 @@ class _Work:
                     yield Block(run.unit, run.matrix, first, first + count, owner)
                     first += count
 
-    def state(self) -> list[int]:
-        """Bytes of momentum, by position."""
-        state = [0] * len(self._component.ranks)
+    def state(self, count: int) -> np.ndarray:
+        """Bytes of momentum, by global rank."""
+        state = np.zeros(count, dtype=np.int64)
         for unit in self._units:
-            size = ITEM_BYTES[self._parameters[unit.index].state_dtype]
-            elements = self._cell(unit).counts[:, unit.first : unit.last].sum(axis=(1, 2)).tolist()
-            for position, count in zip(self._ranks(unit), elements):
-                state[position] += count * size
+            elements = self._cell(unit).counts[:, unit.first : unit.last].sum(axis=(1, 2))
+            grid = self._kinds[self._kind_of[unit.index]].grids[unit.cell]
+            state[grid[:, unit.copy]] += elements * ITEM_BYTES[self._parameters[unit.index].state_dtype]
         return state
 
-    def _cell(self, unit: Unit):
-        kind = self._kind_of[unit.index]
-        return self._component.kinds[kind].domain.cells[self._component.clusters[kind][unit.cluster].cell]
-
-    def _ranks(self, unit: Unit) -> tuple[int, ...]:
-        cluster = self._component.clusters[self._kind_of[unit.index]][unit.cluster]
-        return tuple(self._component.position[rank] for rank in cluster.copies[unit.copy])
+    def _cell(self, unit: Unit) -> Cell:
+        return self._kinds[self._kind_of[unit.index]].cells[unit.cell]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Iterator, Mapping, Sequence
 
-from hyper_parallel.core.muon.batches import Assignment, Batch
-from hyper_parallel.core.muon.components import Component, Kind
+from hyper_parallel.core.muon.batches import Batch
+from hyper_parallel.core.muon.kinds import Kind
 from hyper_parallel.core.muon.program import RESULTS, Program
 from hyper_parallel.core.muon.relay import relay_of
-from hyper_parallel.core.muon.subgroups import Cluster
+from hyper_parallel.core.muon.subgroups import Cluster, most_near
 from hyper_parallel.core.plan.model import ITEM_BYTES
 from hyper_parallel.core.topology import Topology
 
@@ -18,20 +18,14 @@ if TYPE_CHECKING:
 
 def describe(plan: MuonPlan) -> str:
     """See `MuonPlan.describe`."""
-    lines = [*_head(plan), *_kinds(plan), *_costs(plan)]
-    alike: dict[tuple, list[Component]] = {}
-    for component in plan.components:
-        alike.setdefault(component.signature, []).append(component)
-    for components in alike.values():
-        lines += _component(plan, components)
+    lines = [*_head(plan), *_kinds(plan), *_costs(plan), *_owners(plan)]
     return "\n".join(lines) + "\n"
 
 
 def _head(plan: MuonPlan) -> Iterator[str]:
-    ranks = sum(len(component.ranks) for component in plan.components)
     matrices = sum(each.view.planes * len(each.view.matrices) for each in plan.parameters)
     parameters = _count(len(plan.parameters), "parameter")
-    yield f"Muon: {parameters} with {_count(matrices, 'matrix', 'matrices')} on {_count(ranks, 'rank')}"
+    yield f"Muon: {parameters} with {_count(matrices, 'matrix', 'matrices')} on {_count(len(plan.ranks), 'rank')}"
     yield f"  topology: {plan.topology}"
     yield (
         f"  slow_shard={plan.policy.slow_shard!r}, replicas={plan.policy.replicas!r}, "
@@ -85,8 +79,13 @@ def _subgroups(kind: Kind, topology: Topology, replicas: str) -> Iterator[str]:
         yield f"{along}, each of which keeps momentum and computes"
         return
     clusters = [cluster for cluster in kind.clusters if cluster.cell == 0]
-    sizes = sorted({len(cluster.copies) for cluster in clusters})
-    shared = f"{' or '.join(map(str, sizes))} of which share work"
+    size = len(clusters[0].copies)
+    shared = f"{size} of which share work"
+    most = most_near(kind.domain, topology)
+    if most > size:
+        shared += (
+            f", although {most} are of one supernode: of others there are fewer, and all compute in the same batches"
+        )
     yield f"{along}, {shared}; each matrix is orthogonalized {_count(len(clusters), 'time')}"
     numbers = {tuple(ranks): number for number, ranks in enumerate(kind.domain.grid[0].tolist())}
     for cluster in clusters[:8]:
@@ -141,19 +140,28 @@ def _costs(plan: MuonPlan) -> Iterator[str]:
 # Who does what
 
 
-def _component(plan: MuonPlan, components: Sequence[Component]) -> Iterator[str]:
-    component = components[0]
-    assignment = plan.assignment(component)
-    others = f", and so in {len(components) - 1} more such sets" if len(components) > 1 else ""
-    yield f"ranks {_short(component.ranks)}{others}: {_count(len(assignment.batches), 'batch', 'batches')}"
-    for number, batch in enumerate(assignment.batches):
-        yield f"  {number}: {_batch(batch, component)}"
-    yield f"  buffers of rank {component.ranks[0]}: {_buffers(plan.program(component.ranks[0]))}"
-    kept, computed = _owners(component, assignment, plan)
-    for index, each in enumerate(plan.parameters):
-        if kept[index]:
-            owners = f"momentum on {_short(sorted(kept[index]))}, orthogonalized on {_short(sorted(computed[index]))}"
-            yield f"  {each.name} {list(each.layout.shape)}: {owners}"
+def _owners(plan: MuonPlan) -> Iterator[str]:
+    kept: list[set[int]] = [set() for _ in plan.parameters]
+    computed: list[set[int]] = [set() for _ in plan.parameters]
+    for unit in plan.assignment.units:
+        grid = plan.kinds[plan.kind_of[unit.index]].grids[unit.cell]
+        kept[unit.index].update(grid[:, unit.copy].reshape(-1).tolist())
+    yield _count(len(plan.assignment.batches), "batch", "batches")
+    for number, batch in enumerate(plan.assignment.batches):
+        made: dict[int, int] = {}
+        for where, blocks in batch.blocks.items():
+            grid = plan.kinds[batch.kind].grids[where.cell][:, where.copy]
+            for block in blocks:
+                ranks = grid[:, block.owner].tolist()
+                computed[plan.assignment.units[block.unit].index].update(ranks)
+                for rank in ranks:
+                    made[rank] = made.get(rank, 0) + block.last - block.first
+        yield f"  {number}: {_batch(batch, made)}"
+    if plan.ranks:
+        yield f"  buffers of rank {plan.ranks[0]}: {_buffers(plan.program(plan.ranks[0]))}"
+    for each, momentum, ranks in zip(plan.parameters, kept, computed):
+        owners = f"momentum on {_short(sorted(momentum))}, orthogonalized on {_short(sorted(ranks))}"
+        yield f"  {each.name} {list(each.layout.shape)}: {owners}"
 
 
 def _buffers(program: Program) -> str:
@@ -166,33 +174,15 @@ def _buffers(program: Program) -> str:
     return ", ".join(sizes) or "none"
 
 
-def _batch(batch: Batch, component: Component) -> str:
+def _batch(batch: Batch, made: Mapping[int, int]) -> str:
     alike = batch.alike
-    made: dict[int, int] = {}
-    for gathering in batch.groups:
-        for block in gathering.blocks:
-            rank = component.ranks[gathering.ranks[block.owner]]
-            made[rank] = made.get(rank, 0) + block.last - block.first
-    where = f"cut along {_named(alike.axes)}" if alike.axes else "complete"
+    where = f"cut along {_named(alike.axes)}" if alike.is_cut else "complete"
     rows, columns = alike.shape
     matrices = _count(sum(made.values()), "matrix", "matrices")
     owners = ", ".join(f"{rank}: {count}" for rank, count in sorted(made.items())[:16])
     more = ", ..." if len(made) > 16 else ""
     how = f"{alike.settings.method_for(*alike.shape)} in {alike.settings.dtype}"
     return f"{matrices} of {rows} x {columns}, {how}, {where}; by rank {owners}{more}"
-
-
-def _owners(component: Component, assignment: Assignment, plan: MuonPlan) -> tuple[list[set[int]], list[set[int]]]:
-    """For each parameter the ranks that keep its momentum, and those that orthogonalize its matrices."""
-    kept: list[set[int]] = [set() for _ in plan.parameters]
-    computed: list[set[int]] = [set() for _ in plan.parameters]
-    for unit in assignment.units:
-        cluster = component.clusters[plan.kind_of[unit.index]][unit.cluster]
-        kept[unit.index].update(cluster.copies[unit.copy])
-    for gathering in (each for batch in assignment.batches for each in batch.groups):
-        for block in gathering.blocks:
-            computed[assignment.units[block.unit].index].add(component.ranks[gathering.ranks[block.owner]])
-    return kept, computed
 
 
 def _named(axes: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""From what is decided for a component to what one rank does: buffers, splits and moves."""
+"""From what is decided for all to what one rank does: buffers, splits and moves."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from math import prod
 from typing import Iterator, NamedTuple, Sequence
 
 from hyper_parallel.core.backend import Move
-from hyper_parallel.core.muon.batches import Assignment, Batch, Block, Gathering
-from hyper_parallel.core.muon.components import Component, Seat
+from hyper_parallel.core.muon.batches import Assignment, Batch, Block
+from hyper_parallel.core.muon.domains import Cell
+from hyper_parallel.core.muon.kinds import Kind, Seat
 from hyper_parallel.core.muon.owners import Unit
 from hyper_parallel.core.muon.parameters import MuonParameter
 from hyper_parallel.core.muon.program import Feed, Hop, Kept, Part, Program, Publication, RankBatch, Slot
 from hyper_parallel.core.muon.relay import Relay, relay_of
 from hyper_parallel.core.muon.spans import Span, joined, spans_of
+from hyper_parallel.core.topology import Topology
 
 
 def program_of(
     rank: int,
-    component: Component,
     assignment: Assignment,
-    parameters: Sequence[MuonParameter],
+    kinds: Sequence[Kind],
     kind_of: Sequence[int],
+    parameters: Sequence[MuonParameter],
+    topology: Topology,
 ) -> Program:
-    """What a rank of a component does."""
-    compiler = _Compiler(rank, component, assignment, parameters, kind_of)
+    """What a rank does."""
+    compiler = _Compiler(rank, assignment, kinds, kind_of, parameters, topology)
     return Program(rank, tuple(compiler.kept), tuple(compiler.batches()), len(assignment.batches))
 
 
@@ -41,20 +44,19 @@ class _Compiler:
     def __init__(
         self,
         rank: int,
-        component: Component,
         assignment: Assignment,
-        parameters: Sequence[MuonParameter],
+        kinds: Sequence[Kind],
         kind_of: Sequence[int],
+        parameters: Sequence[MuonParameter],
+        topology: Topology,
     ):
         self._rank = rank
-        self._position = component.position[rank]
-        self._component = component
         self._assignment = assignment
         self._parameters = parameters
-        self._kinds = [component.kinds[kind] for kind in kind_of]
-        seats = component.seats(rank)
-        self._seats = [seats[kind] for kind in kind_of]
-        self._clusters = [component.clusters[kind] for kind in kind_of]
+        self._topology = topology
+        self._kind_seats = [kind.seats.get(rank) for kind in kinds]
+        self._kinds = [kinds[kind] for kind in kind_of]
+        self._seats = [self._kind_seats[kind] for kind in kind_of]
         self.kept: list[Kept] = []
         self._number: dict[int, int] = {}  # unit -> its number among what is kept
         for unit, each in enumerate(assignment.units):
@@ -64,31 +66,29 @@ class _Compiler:
 
     def batches(self) -> Iterator[RankBatch]:
         """Those that this rank takes part in."""
-        finished = self._finished()
-        published = self._publications(finished)
+        last = self._last_batches()
+        published = self._publications(last)
+        finished: dict[int, list[int]] = {}
+        for unit, number in last.items():
+            if unit in self._number:
+                finished.setdefault(number, []).append(self._number[unit])
         for number, batch in enumerate(self._assignment.batches):
-            gathering = next((each for each in batch.groups if self._position in each.ranks), Gathering((), ()))
-            publications = published.get(number, ())
-            if gathering.blocks or publications:
-                mine = tuple(
-                    self._number[unit] for unit, last in finished.items() if last == number and unit in self._number
-                )
-                yield self._batch(number, batch, gathering, mine, publications)
+            seat = self._kind_seats[batch.kind]
+            blocks, publications = batch.of(seat), published.get(number, ())
+            if blocks or publications:
+                yield self._batch(number, batch, seat, blocks, tuple(finished.get(number, ())), publications)
 
     # What is kept
 
     def _is_here(self, unit: Unit) -> bool:
         seat = self._seats[unit.index]
-        return seat is not None and seat.cluster == unit.cluster
+        return seat is not None and seat.cluster.cell == unit.cell
 
     def _seat(self, unit: Unit) -> Seat:
         return self._seats[unit.index]
 
-    def _cell(self, unit: Unit):
-        return self._kinds[unit.index].domain.cells[self._cell_number(unit)]
-
-    def _cell_number(self, unit: Unit) -> int:
-        return self._clusters[unit.index][unit.cluster].cell
+    def _cell(self, unit: Unit) -> Cell:
+        return self._kinds[unit.index].cells[unit.cell]
 
     def _held(self, unit: Unit) -> int:
         """How many elements of a unit lie at this rank's place."""
@@ -105,13 +105,13 @@ class _Compiler:
 
     # When it is complete, and who hears of it
 
-    def _finished(self) -> dict[int, int]:
+    def _last_batches(self) -> dict[int, int]:
         """For each unit at this rank's seats, in whichever copy, the number of the last batch with a piece that lies at
         this rank's place."""
         last: dict[int, int] = {}
         for number, batch in enumerate(self._assignment.batches):
-            for gathering in batch.groups:
-                for block in gathering.blocks:
+            for blocks in batch.blocks.values():
+                for block in blocks:
                     unit = self._assignment.units[block.unit]
                     if self._is_here(unit) and self._holds(unit, block):
                         last[block.unit] = number
@@ -120,12 +120,12 @@ class _Compiler:
     def _holds(self, unit: Unit, block: Block) -> bool:
         return bool(self._cell(unit).held(block.matrix, block.first, block.last)[self._seat(unit).place])
 
-    def _publications(self, finished: dict[int, int]) -> dict[int, tuple[Publication, ...]]:
+    def _publications(self, last: dict[int, int]) -> dict[int, tuple[Publication, ...]]:
         """By the number of the batch that they follow: what replicas send each other."""
         found: dict[tuple, list[int]] = {}
-        for unit, number in finished.items():
+        for unit, number in last.items():
             each = self._assignment.units[unit]
-            copies = self._clusters[each.index][each.cluster].copies
+            copies = self._seat(each).cluster.copies
             if len(copies) > 1:
                 place = self._seat(each).place
                 group = tuple(sorted(ranks[place] for ranks in copies))
@@ -139,8 +139,8 @@ class _Compiler:
     def _publication(self, axis: str, group: tuple[int, ...], dtype: str, units: Sequence[int]) -> Publication:
         by_sender: dict[int, list[Kept]] = {rank: [] for rank in group}
         for each in (self._assignment.units[unit] for unit in units):
-            copy = self._clusters[each.index][each.cluster].copies[each.copy]
-            by_sender[copy[self._seat(each).place]].append(self._part(each))
+            seat = self._seat(each)
+            by_sender[seat.cluster.copies[each.copy][seat.place]].append(self._part(each))
         pieces = tuple(sum(part.numel for part in parts) for parts in by_sender.values())
         sent: tuple[Part, ...] = ()
         received: list[Part] = []
@@ -157,29 +157,29 @@ class _Compiler:
         self,
         number: int,
         batch: Batch,
-        gathering: Gathering,
+        seat: Seat | None,
+        blocks: tuple[Block, ...],
         finished: tuple[int, ...],
         publications: tuple[Publication, ...],
     ) -> RankBatch:
         shape, settings = batch.alike.shape, batch.alike.settings
-        place = gathering.ranks.index(self._position) if gathering.blocks else 0
-        slots, starts = self._slots(gathering, place)
+        slots, starts = self._slots(blocks, seat.place if blocks else 0)
         upright = sum(not slot.flipped for slot in slots)
-        if batch.alike.axes and gathering.blocks:
-            feeds, hops, unpack = self._exchange(batch, gathering, place, starts)
+        if batch.alike.is_cut and blocks:
+            feeds, hops, unpack = self._exchange(batch, seat, blocks, starts)
         else:
-            feeds, hops, unpack = self._at_home(gathering, starts), (), ()
+            feeds, hops, unpack = self._at_home(blocks, starts), (), ()
         return RankBatch(number, shape, settings, slots, upright, feeds, hops, unpack, finished, publications)
 
-    def _slots(self, gathering: Gathering, place: int) -> tuple[tuple[Slot, ...], dict[int, int]]:
+    def _slots(self, blocks: Sequence[Block], place: int) -> tuple[tuple[Slot, ...], dict[int, int]]:
         """The matrices that this rank computes, those that are not flipped first, and for each of its blocks the
         element where it begins."""
-        blocks = [number for number, block in enumerate(gathering.blocks) if block.owner == place]
-        blocks.sort(key=lambda number: self._is_flipped(gathering.blocks[number]))
+        own = [number for number, block in enumerate(blocks) if block.owner == place]
+        own.sort(key=lambda number: self._is_flipped(blocks[number]))
         slots: list[Slot] = []
         starts = {}
-        for number in blocks:
-            block = gathering.blocks[number]
+        for number in own:
+            block = blocks[number]
             unit = self._assignment.units[block.unit]
             matrix = self._kinds[unit.index].view.matrices[block.matrix]
             starts[number] = len(slots) * prod(matrix.core_shape)
@@ -195,56 +195,53 @@ class _Compiler:
 
     def _spans(self, block: Block, rank: int) -> tuple[Span, ...]:
         unit = self._assignment.units[block.unit]
-        return spans_of(self._kinds[unit.index], self._cell_number(unit), rank, block.matrix, block.first, block.last)
+        return spans_of(self._kinds[unit.index], unit.cell, rank, block.matrix, block.first, block.last)
 
-    def _at_home(self, gathering: Gathering, starts: dict[int, int]) -> tuple[Feed, ...]:
+    def _at_home(self, blocks: Sequence[Block], starts: dict[int, int]) -> tuple[Feed, ...]:
         """Of complete matrices nothing travels: from what is kept to the batch."""
         moves: dict[int, list[Move]] = {}
-        for number, block in enumerate(gathering.blocks):
+        for number, block in enumerate(blocks):
             kept = self._number[block.unit]
             for span in self._spans(block, self._rank):
                 moves.setdefault(kept, []).append(span.straight(starts[number], self.kept[kept].start))
         return tuple(self._feed(kept, each) for kept, each in moves.items())
 
     def _exchange(
-        self, batch: Batch, gathering: Gathering, place: int, starts: dict[int, int]
+        self, batch: Batch, seat: Seat, blocks: Sequence[Block], starts: dict[int, int]
     ) -> tuple[tuple[Feed, ...], tuple[Hop, ...], tuple[Move, ...]]:
         """All hops of a batch: what is sent lies by receivers, what is received by senders, in the order of blocks."""
-        ranks = tuple(self._component.ranks[position] for position in gathering.ranks)
-        mesh = batch.alike.mesh
-        sizes = tuple(mesh.axis_size(axis) for axis in batch.alike.axes)
-        relay = relay_of(ranks, batch.alike.axes, sizes, self._component.topology)
+        sizes = tuple(batch.alike.mesh.axis_size(axis) for axis in batch.alike.axes)
+        relay = relay_of(seat.cluster.copies[seat.copy], batch.alike.axes, sizes, self._topology)
+        place = seat.place
         hops: list[Hop] = []
         feeds: tuple[Feed, ...] = ()
         arrived: dict[_Parcel, int] = {}
         for hop, axis in enumerate(relay.axes):
             line = relay.line(place, hop)
-            sent, input_splits = self._laid(gathering, relay, place, hop, line, hop + 1)
+            sent, input_splits = self._laid(blocks, relay, place, hop, line, hop + 1)
             repack: list[Move] = []
             if hop:
                 for parcel, at in sent.items():
-                    numel = self._numel(gathering, parcel, relay)
+                    numel = self._numel(blocks, parcel)
                     repack.append(Move((numel,), at, (1,), arrived[parcel], (1,)))
             else:
-                feeds = self._feeds(gathering, sent)
-            arrived, output_splits = self._laid(gathering, relay, place, hop + 1, line, hop)
+                feeds = self._feeds(blocks, sent)
+            arrived, output_splits = self._laid(blocks, relay, place, hop + 1, line, hop)
             hops.append(Hop(axis, line, input_splits, output_splits, joined(repack)))
         unpack = [
             move
             for parcel, at in arrived.items()
-            for move in self._unpacked(
-                gathering.blocks[parcel.block], relay.ranks[parcel.origin], starts[parcel.block], at
-            )
+            for move in self._unpacked(blocks[parcel.block], relay.ranks[parcel.origin], starts[parcel.block], at)
         ]
         return feeds, tuple(hops), joined(unpack)
 
     def _laid(
-        self, gathering: Gathering, relay: Relay, place: int, hop: int, line: tuple[int, ...], other: int
+        self, blocks: Sequence[Block], relay: Relay, place: int, hop: int, line: tuple[int, ...], other: int
     ) -> tuple[dict[_Parcel, int], tuple[int, ...]]:
         """Where each parcel that is at this rank before a hop lies in a buffer, and the elements of each rank of the
         line: that at which the parcel is before the hop `other`."""
         by_peer: dict[int, list[_Parcel]] = {rank: [] for rank in line}
-        for number, block in enumerate(gathering.blocks):
+        for number, block in enumerate(blocks):
             unit = self._assignment.units[block.unit]
             counts = self._cell(unit).held(block.matrix, block.first, block.last)
             for origin in relay.origins(hop, block.owner, place):
@@ -257,19 +254,19 @@ class _Compiler:
             start = at
             for parcel in parcels:
                 places[parcel] = at
-                at += self._numel(gathering, parcel, relay)
+                at += self._numel(blocks, parcel)
             splits.append(at - start)
         return places, tuple(splits)
 
-    def _numel(self, gathering: Gathering, parcel: _Parcel, relay: Relay) -> int:
-        block = gathering.blocks[parcel.block]
+    def _numel(self, blocks: Sequence[Block], parcel: _Parcel) -> int:
+        block = blocks[parcel.block]
         unit = self._assignment.units[block.unit]
         return self._cell(unit).held(block.matrix, block.first, block.last)[parcel.origin]
 
-    def _feeds(self, gathering: Gathering, sent: dict[_Parcel, int]) -> tuple[Feed, ...]:
+    def _feeds(self, blocks: Sequence[Block], sent: dict[_Parcel, int]) -> tuple[Feed, ...]:
         moves: dict[int, list[Move]] = {}
         for parcel, at in sent.items():
-            block = gathering.blocks[parcel.block]
+            block = blocks[parcel.block]
             kept = self._number[block.unit]
             for span in self._spans(block, self._rank):
                 moves.setdefault(kept, []).append(span.to_buffer(at, self.kept[kept].start))

@@ -79,11 +79,10 @@ def interpret(
         RuntimeError: the programs of two ranks don't fit, or touch what is in flight.
     """
     traffic = Traffic()
-    for component in plan.components:
-        ranks = {rank: _Rank(plan.program(rank), inputs[rank], shards[rank], skipped) for rank in component.ranks}
-        step = _Step(plan.topology, ranks, compute, apply, traffic)
-        for event in events(plan.program(component.ranks[0]).count):
-            step.do(event.what, event.batch)
+    ranks = {rank: _Rank(plan.program(rank), inputs[rank], shards[rank], skipped) for rank in plan.ranks}
+    step = _Step(plan.topology, ranks, compute, apply, traffic)
+    for event in events(len(plan.assignment.batches)):
+        step.do(event.what, event.batch)
     return traffic
 
 
@@ -163,7 +162,7 @@ class _Rank:
 
 
 class _Step:
-    """All ranks of a component, event by event."""
+    """All ranks, event by event."""
 
     def __init__(
         self,

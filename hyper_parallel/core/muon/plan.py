@@ -3,7 +3,7 @@
 From parameters' layouts, and nothing else but the topology and a policy:
 
 1. `domains.py`: which axes cut matrices, and which ranks hold pieces of one
-2. `subgroups.py`: which replicas share work; `components.py`: which ranks are linked by anything
+2. `subgroups.py`: which replicas share work; `kinds.py`: where each rank sits
 3. `owners.py`: who keeps momentum, and who orthogonalizes; 4. `batches.py`: in which batches, in which order
 5. `relay.py`, `spans.py`, `exchange.py`: what one rank sends, receives and moves
 6. `schedule.py`: the order of events in a step
@@ -14,17 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Iterable, Mapping
+from typing import Iterable
 
 from hyper_parallel.core.errors import ConfigError, LayoutError
-from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.muon.batches import Assignment, assign
-from hyper_parallel.core.muon.components import Component, Kind, components_of
 from hyper_parallel.core.muon.costs import bytes_of, computations_of
 from hyper_parallel.core.muon.describe import describe
 from hyper_parallel.core.muon.domains import domain_of
 from hyper_parallel.core.muon.exchange import program_of
-from hyper_parallel.core.muon.matrices import MatrixView
+from hyper_parallel.core.muon.kinds import Kind
 from hyper_parallel.core.muon.parameters import MuonParameter, MuonPolicy
 from hyper_parallel.core.muon.program import Program
 from hyper_parallel.core.muon.subgroups import check_shard_groups, clusters_of
@@ -34,10 +32,7 @@ from hyper_parallel.core.topology import Topology
 @dataclass(frozen=True)
 class MuonPlan:
     """Who does what in a step of Muon, for every rank. Two plans are equal if they were made from the same, in whatever
-    order the parameters came; `parameters` are sorted by name.
-
-    What is asked of one rank is worked out for the ranks that it shares work with, and kept.
-    """
+    order the parameters came; `parameters` are sorted by name. What is asked of it is worked out once."""
 
     parameters: tuple[MuonParameter, ...]
     topology: Topology
@@ -52,21 +47,19 @@ class MuonPlan:
         Raises:
             LayoutError: the rank holds none of the parameters.
         """
+        if rank not in self.flops:
+            raise LayoutError(f"rank {rank} holds none of the {len(self.parameters)} parameters of this plan of Muon")
         if rank not in self._programs:
-            component = self._component_of(rank)
             self._programs[rank] = program_of(
-                rank, component, self.assignment(component), self.parameters, self.kind_of
+                rank, self.assignment, self.kinds, self.kind_of, self.parameters, self.topology
             )
         return self._programs[rank]
 
     def check(self) -> None:
         """Raise `ConfigError` for matrices that are cut between supernodes, where the policy refuses that."""
-        known: set[int] = set()
-        for each, kind in zip(self.parameters, self.kind_of):
-            if kind not in known:
-                known.add(kind)
-                made = self.kinds[kind]
-                check_shard_groups(each, made.domain, made.clusters, self.topology, self.policy)
+        first = {kind: each for kind, each in reversed(list(zip(self.kind_of, self.parameters)))}
+        for number, kind in enumerate(self.kinds):
+            check_shard_groups(first[number], kind.domain, kind.clusters, self.topology, self.policy)
 
     def describe(self) -> str:
         """The plan in words and numbers: what is cut, which replicas share work and why, owners, batches, costs."""
@@ -77,56 +70,46 @@ class MuonPlan:
         """Equal where plans are equal, whichever process they are in."""
         kinds = [repr((each.layout.mesh, str(each.layout), each.view)) for each in self.kinds]
         rows = [
-            (each.name, self.kind_of[place], each.dtype, repr(each.settings), each.state_dtype)
-            for place, each in enumerate(self.parameters)
+            (each.name, kind, each.dtype, repr(each.settings), each.state_dtype)
+            for each, kind in zip(self.parameters, self.kind_of)
         ]
         return sha256(repr((kinds, rows, self.topology.supernodes, self.policy)).encode()).hexdigest()
 
-    @cached_property
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that hold parameters, ascending."""
+        return tuple(self.assignment.flops)
+
+    @property
     def flops(self) -> dict[int, int]:
         """FLOPs of orthogonalization by global rank."""
-        return self._by_rank("flops")
+        return self.assignment.flops
 
-    @cached_property
+    @property
     def state_bytes(self) -> dict[int, int]:
         """Bytes of momentum by global rank."""
-        return self._by_rank("state")
+        return self.assignment.state
 
     @cached_property
-    def bytes(self) -> Mapping[tuple[str, str], int]:
+    def bytes(self) -> dict[tuple[str, str], int]:
         """Bytes that cross between ranks in a step, over all ranks, by `(axis, tier)`: pieces and slices along the axes
         of the relay, updated shards along those of replicas."""
-        total: dict[tuple[str, str], int] = {}
-        for component in self.components:
-            if component.signature not in self._traffic:
-                self._traffic[component.signature] = bytes_of(
-                    component, self.assignment(component), self.parameters, self.kind_of
-                )
-            for key, count in self._traffic[component.signature].items():
-                total[key] = total.get(key, 0) + count
-        return dict(sorted(total.items()))
+        made = bytes_of(self.assignment, self.kinds, self.kind_of, self.parameters, self.topology)
+        return dict(sorted(made.items()))
 
     @property
     def imbalance(self) -> dict[str, float]:
-        """The most loaded rank against the mean of all that share work with it, the worst of all components, in "flops"
-        and in "state"; 1 is even."""
-        worst = {}
+        """The most loaded rank against the mean of all, in "flops" and in "state"; 1 is even."""
+        found = {}
         for name, loads in (("flops", self.flops), ("state", self.state_bytes)):
-            found = [1.0]
-            for component in self.components:
-                values = [loads[rank] for rank in component.ranks]
-                if any(values):
-                    found.append(max(values) * len(values) / sum(values))
-            worst[name] = max(found)
-        return worst
+            total = sum(loads.values())
+            found[name] = max(loads.values()) * len(loads) / total if total else 1.0
+        return found
 
     @cached_property
     def computations(self) -> dict[str, int]:
         """How many matrices are orthogonalized for each parameter, over all ranks."""
-        counts = [0] * len(self.parameters)
-        for component in self.components:
-            for index, count in enumerate(computations_of(self.assignment(component), len(counts))):
-                counts[index] += count
+        counts = computations_of(self.assignment, self.kinds, self.kind_of)
         return {each.name: count for each, count in zip(self.parameters, counts)}
 
     # What all of this is worked out from
@@ -134,13 +117,10 @@ class MuonPlan:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """What parameters of the same layout and the same matrices have in common."""
-        made: dict[tuple[Layout, MatrixView], Kind] = {}
-        for each in self.parameters:
-            key = (each.layout, each.view)
-            if key not in made:
-                domain = domain_of(*key)
-                clusters = clusters_of(domain, self.topology, self.policy.replicas)
-                made[key] = Kind(*key, domain, clusters)
+        made = {}
+        for key in dict.fromkeys((each.layout, each.view) for each in self.parameters):
+            domain = domain_of(*key)
+            made[key] = Kind(*key, domain, clusters_of(domain, self.topology, self.policy.replicas))
         return tuple(made.values())
 
     @cached_property
@@ -150,41 +130,13 @@ class MuonPlan:
         return [numbers[each.layout, each.view] for each in self.parameters]
 
     @cached_property
-    def components(self) -> tuple[Component, ...]:
-        """Ranks that are linked by work they share."""
-        return components_of(self.kinds, self.topology)
-
-    def assignment(self, component: Component) -> Assignment:
-        """What is decided for a component."""
-        if component.signature not in self._assignments:
-            self._assignments[component.signature] = assign(
-                component, self.parameters, self.kind_of, self.policy.batch_elements
-            )
-        return self._assignments[component.signature]
-
-    @cached_property
-    def _assignments(self) -> dict[tuple, Assignment]:
-        return {}
-
-    @cached_property
-    def _traffic(self) -> dict[tuple, dict[tuple[str, str], int]]:
-        return {}
+    def assignment(self) -> Assignment:
+        """All that is decided."""
+        return assign(self.kinds, self.kind_of, self.parameters, self.policy.batch_elements)
 
     @cached_property
     def _programs(self) -> dict[int, Program]:
         return {}
-
-    def _component_of(self, rank: int) -> Component:
-        for component in self.components:
-            if rank in component.position:
-                return component
-        raise LayoutError(f"rank {rank} holds none of the {len(self.parameters)} parameters of this plan of Muon")
-
-    def _by_rank(self, name: str) -> dict[int, int]:
-        values = {}
-        for component in self.components:
-            values |= zip(component.ranks, getattr(self.assignment(component), name))
-        return dict(sorted(values.items()))
 
 
 def make_plan(

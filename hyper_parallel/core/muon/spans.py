@@ -10,8 +10,8 @@ from typing import Iterator, NamedTuple, Sequence
 import numpy as np
 
 from hyper_parallel.core.backend import Move
-from hyper_parallel.core.muon.components import Kind
 from hyper_parallel.core.muon.domains import Bounds, bounds_of, flattened, parts_of, side_places
+from hyper_parallel.core.muon.kinds import Kind
 from hyper_parallel.core.muon.matrices import MatrixView
 from hyper_parallel.core.regions import row_major
 from hyper_parallel.core.wire import simplified

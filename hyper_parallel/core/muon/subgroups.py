@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 from typing import Sequence
 
 from hyper_parallel.core.errors import ConfigError
@@ -28,17 +29,34 @@ class Cluster:
 def clusters_of(domain: Domain, topology: Topology, replicas: str) -> tuple[Cluster, ...]:
     """All clusters of a domain, which together hold each of its ranks once.
 
-    Two copies are of one cluster where at every place their ranks are of the same supernode: the finest partition that
-    is common to all ranks of the shard group. With `replicas="everywhere"` each copy is a cluster of its own.
+    Two copies may share work where at every place their ranks are of the same supernode: the finest partition that is
+    common to all ranks of the shard group. Clusters are parts of these, all of one size, the largest that divides them
+    all: so all have the same owners and the same batches, and what is computed again is the same bit for bit. With
+    `replicas="everywhere"` each copy is a cluster of its own.
     """
-    clusters = []
+    near = _near(domain, topology)
+    size = gcd(*(len(copies) for _, copies in near)) if replicas == "owner" else 1
+    return tuple(
+        Cluster(cell, tuple(copies[start : start + size]))
+        for cell, copies in near
+        for start in range(0, len(copies), size)
+    )
+
+
+def _near(domain: Domain, topology: Topology) -> list[tuple[int, list[tuple[int, ...]]]]:
+    """For each cell the copies that are near each other."""
+    near = []
     for cell, copies in enumerate(domain.grid.tolist()):
         alike: dict[tuple, list[tuple[int, ...]]] = {}
-        for number, ranks in enumerate(copies):
-            homes = tuple(topology.supernodes[rank] for rank in ranks)
-            alike.setdefault(homes if replicas == "owner" else (number,), []).append(tuple(ranks))
-        clusters += [Cluster(cell, tuple(each)) for each in alike.values()]
-    return tuple(clusters)
+        for ranks in map(tuple, copies):
+            alike.setdefault(tuple(topology.supernodes[rank] for rank in ranks), []).append(ranks)
+        near += [(cell, each) for each in alike.values()]
+    return near
+
+
+def most_near(domain: Domain, topology: Topology) -> int:
+    """How many copies are near each other where most are."""
+    return max(len(copies) for _, copies in _near(domain, topology))
 
 
 def check_shard_groups(

@@ -116,7 +116,7 @@ def interpreted(
     """One step on all ranks, from the shards of `values`; a parameter becomes its update. Copies that a replica is to
     receive hold nothing before."""
     shards, inputs = {}, {}
-    for rank in (rank for component in plan.components for rank in component.ranks):
+    for rank in plan.ranks:
         kept = plan.program(rank).kept
         own = [_local(each.layout, value, rank) for each, value in zip(plan.parameters, values)]
         inputs[rank] = {number: part_of(own[each.index], each).copy() for number, each in enumerate(kept)}

@@ -55,10 +55,6 @@ def plan_of(
     return make_plan(parameters, topology, policy)
 
 
-def ranks_of(plan: MuonPlan) -> list[int]:
-    return sorted(rank for component in plan.components for rank in component.ranks)
-
-
 def check_slices(plan: MuonPlan, values: list[np.ndarray], outcome: Outcome, function, skipped=(), **bounds) -> None:
     """Every rank has its slice of what one device gets, or, of what is skipped, what it had."""
     for index, (each, value) in enumerate(zip(plan.parameters, values)):
@@ -120,6 +116,17 @@ def test_every_matrix_is_orthogonalized_once_for_the_copies_that_share_work(seed
 
 @given(seeds)
 @settings(max_examples=60, deadline=None)
+def test_what_is_computed_again_is_computed_in_the_same_batches(seed):
+    """So that it is the same bit for bit, whatever a batched product does with its neighbours."""
+    plan = draw_plan(Random(seed).randint)
+    company: dict[tuple, tuple] = {}
+    for batch in (batch for rank in plan.ranks for batch in plan.program(rank).batches):
+        for slot in batch.slots:
+            assert company.setdefault(slot, batch.slots) == batch.slots
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
 def test_momentum_exists_once_for_the_copies_that_share_work(seed):
     plan = draw_plan(Random(seed).randint)
     expected = sum(
@@ -128,7 +135,7 @@ def test_momentum_exists_once_for_the_copies_that_share_work(seed):
         for cluster in kind.clusters
     )
     assert sum(plan.state_bytes.values()) == expected
-    for rank in ranks_of(plan):
+    for rank in plan.ranks:
         assert sum(kept.numel for kept in plan.program(rank).kept) * ITEM_BYTES["float32"] == plan.state_bytes[rank]
 
 
@@ -140,7 +147,7 @@ def test_the_order_of_parameters_makes_no_difference(seed, random):
     random.shuffle(parameters)
     other = make_plan(parameters, plan.topology, plan.policy)
     assert other == plan and other.fingerprint == plan.fingerprint
-    for rank in ranks_of(plan):
+    for rank in plan.ranks:
         assert other.program(rank) == plan.program(rank)
 
 
@@ -148,7 +155,7 @@ def test_another_process_makes_the_same_of_a_plan():
     plan = draw_plan(Random(3).randint)
     other = pickle.loads(pickle.dumps(plan))
     assert other == plan and other.fingerprint == plan.fingerprint
-    assert [other.program(rank) for rank in ranks_of(plan)] == [plan.program(rank) for rank in ranks_of(plan)]
+    assert [other.program(rank) for rank in plan.ranks] == [plan.program(rank) for rank in plan.ranks]
 
 
 @pytest.mark.parametrize("size", ["0.6B", "8B", "30B of experts"])
@@ -174,7 +181,7 @@ def test_bytes_by_axis_and_tier_are_those_that_the_plan_tells(seed):
 @settings(max_examples=60, deadline=None)
 def test_along_one_axis_only_that_travels_which_the_owner_lacks(seed):
     plan, _, outcome = drawn(seed)
-    straight = all(len(batch.hops) <= 1 for rank in ranks_of(plan) for batch in plan.program(rank).batches)
+    straight = all(len(batch.hops) <= 1 for rank in plan.ranks for batch in plan.program(rank).batches)
     expected = 0
     for (index, matrix, plane), ranks in outcome.traffic.computed.items():
         each = plan.parameters[index]
@@ -243,6 +250,14 @@ def test_permuted_ranks_share_work_with_those_of_their_supernode():
     assert "copies 0, 2 on the ranks 0, 1, 4, 5: supernode 0 (not neighbours in the mesh" in plan.describe()
 
 
+def test_where_supernodes_hold_different_numbers_of_replicas_all_share_alike():
+    mesh, topology = DeviceMesh((6, 1), ("replicate", "shard")), Topology((0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 1, 1))
+    plan = plan_of(mesh, topology, a=((8, 6), {}), b=((8, 6), {}))
+    copies = [cluster.copies for cluster in plan.kinds[0].clusters]
+    assert copies == [((0,), (1,)), ((2,), (3,)), ((4,), (5,))]
+    assert "2 of which share work, although 4 are of one supernode" in plan.describe()
+
+
 def test_a_machine_that_spans_two_shard_groups_is_told_and_refused():
     mesh, topology = DeviceMesh((2, 3), ("replicate", "shard")), Topology.regular(6, 2)
     with pytest.raises(ConfigError, match=r"the ranks 0, 1, 2 that hold pieces of one lie in the supernodes 0, 1"):
@@ -275,10 +290,10 @@ def test_batches_are_of_one_shape_bounded_and_the_largest_come_first():
     layouts = {f"small{i}": ((4, 6), ROWS) for i in range(5)}
     layouts |= {"wide": ((6, 8), ROWS), "tall": ((8, 6), ROWS)}
     plan = plan_of(mesh, None, MuonPolicy(batch_elements=2 * 24), complete=((2, 3), {}), **layouts)
-    batches = plan.assignment(plan.components[0]).batches
+    batches = plan.assignment.batches
     shapes = [batch.alike.shape for batch in batches]
     assert shapes == [(2, 3), (6, 8), (6, 8), (4, 6), (4, 6), (4, 6)]  # what is complete does not wait for pieces
-    assert [len(group.blocks) for batch in batches for group in batch.groups] == [1, 1, 1, 2, 2, 1]
+    assert [len(blocks) for batch in batches for blocks in batch.blocks.values()] == [1, 1, 1, 2, 2, 1]
 
 
 def test_a_step_in_order():
@@ -311,11 +326,10 @@ def test_the_interpreter_notices_what_is_touched_in_flight(monkeypatch, early, l
         interpreted(plan, values_of(plan), linear)
 
 
-def test_a_rank_of_many_asks_only_for_what_it_shares():
+def test_a_rank_of_many_meets_those_of_its_supernode_only():
     mesh = DeviceMesh((24, 8, 4), ("replicate", "shard", "expert"))
     plan = make_plan(transformer("30B of experts", mesh, layers=2), Topology.regular(768, 8, 4))
     program = plan.program(5)
-    assert len(plan.components) == 24 and len({component.signature for component in plan.components}) == 1
     assert {rank for batch in program.batches for hop in batch.hops for rank in hop.group} <= set(range(32))
     assert set(plan.state_bytes.values()) == {plan.state_bytes[5]} and len(plan.flops) == 768
 
