@@ -97,6 +97,11 @@ NO_MATRIX_ROLES: dict[str, str] = {
     "embedding": "an embedding: its rows are looked up, and a step touches few of them",
     "position_embedding": "an embedding of positions: its rows are looked up",
     "head": "an output head",
+    "adapter": "a factor of a low-rank adapter",
+}
+"""Roles of matrices that go to AdamW all the same, and why."""
+
+BY_ELEMENT_ROLES: dict[str, str] = {
     "norm": "a norm",
     "head_norm": "a norm",
     "wide_norm": "a norm",
@@ -107,9 +112,8 @@ NO_MATRIX_ROLES: dict[str, str] = {
     "router_bias": "a bias",
     "router_correction": "a bias",
     "activation": "a number of an activation",
-    "adapter": "a factor of a low-rank adapter",
 }
-"""Roles that go to AdamW, and why, whatever their shape."""
+"""Roles of what is used element by element, whatever its shape."""
 
 CONVOLUTIONS = ("Conv[123]d", "*Conv[123]d", "Conv[123]dTranspose", "ConvTranspose[123]d")
 """Classes whose weight is [out, in, *kernel]; [in, out, *kernel] where "Transpose" is in the name."""
@@ -123,12 +127,14 @@ HEAD_NAMES = (
 )
 """Modules outside of repeated blocks that make what comes out."""
 
-NO_MATRIX_NAMES = (
-    *("A_log", "D", "dt_bias", "*_bias", "bias", "*embed*", "*pos_emb*", "*_token", "*_tokens", "*_table", "gamma"),
-    *("beta", "*_scale", "scale", "lambda*", "*_gamma", "ls[12]", "layer_scale*", "conv_weight", "rel_pos*"),
-    "time_mix*",
+BY_ELEMENT_NAMES = (
+    *("A_log", "D", "dt_bias", "*_bias", "bias", "*_scale", "scale", "lambda*", "gamma", "*_gamma", "beta", "ls[12]"),
+    *("layer_scale*", "time_mix*"),
 )
-"""Bare parameters that are used element by element, or looked up, however many dims they have."""
+"""Bare parameters that are used element by element, however many dims they have."""
+
+LOOKED_UP_NAMES = ("*embed*", "*pos_emb*", "rel_pos*", "*_token", "*_tokens", "*_table", "conv_weight")
+"""Bare parameters that are looked up, or added to hidden states."""
 
 NAMES_OF_SEVERAL = (
     *("qkv", "Wqkv", "qkv_proj", "query_key_value", "c_attn", "in_proj", "in_proj_weight", "kv_proj", "kv"),

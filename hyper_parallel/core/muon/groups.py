@@ -15,12 +15,13 @@ from hyper_parallel.core.muon.options import ADAMW, ALGORITHMS, MUON, check_opti
 from hyper_parallel.core.muon.routing import routes_of
 from hyper_parallel.core.muon.storage import Stored, found_layout, stored
 from hyper_parallel.core.plan.model import ModelDescription, ParameterDescription, describe
+from hyper_parallel.core.plan.roles import assign_roles
 
 Defaults = Mapping[str, Mapping[str, Any]]
 """The options of each algorithm where a group says nothing."""
 
 WITHOUT_DECAY = "adamw_without_decay"
-"""Beside the algorithms: the options of vectors and norms of a model."""
+"""Beside the algorithms: the options of a model's norms, biases and vectors."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,18 @@ def read_model(backend: Backend, model: Module, asked: Asked) -> Request:
     if not found:
         raise ConfigError(f"Muon: nothing in this {type(model).__name__} asks for a gradient")
     description = whole_description(backend, model)
-    routes = routes_of(description, asked.routes)
+    roles = assign_roles(description)
+    routes = routes_of(description, asked.routes, roles=roles)
     parts: dict[str, list[Stored]] = {MUON: [], ADAMW: [], WITHOUT_DECAY: []}
     for name, each in found.items():
         algorithm = routes[name].algorithm
-        parts[WITHOUT_DECAY if algorithm == ADAMW and len(each.layout.shape) < 2 else algorithm].append(each)
+        parts[WITHOUT_DECAY if algorithm == ADAMW and not routes[name].decays else algorithm].append(each)
     groups = tuple(
         Group(MUON if part == MUON else ADAMW, dict(asked.defaults[part]), tuple(members))
         for part, members in parts.items()
         if members
     )
-    views = views_of(description, asked.matrices)
+    views = views_of(description, asked.matrices, roles)
     return Request(groups, {each.name: views[each.name] for each in parts[MUON]}, description)
 
 

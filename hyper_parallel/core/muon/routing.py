@@ -8,11 +8,13 @@ from typing import Iterable, Mapping, NamedTuple
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.muon.adapters import fitting, views_of
 from hyper_parallel.core.muon.architectures import (
+    BY_ELEMENT_NAMES,
+    BY_ELEMENT_ROLES,
     CONVOLUTIONS,
     HEAD_NAMES,
     INPUT_NAMES,
+    LOOKED_UP_NAMES,
     NAMES_OF_SEVERAL,
-    NO_MATRIX_NAMES,
     NO_MATRIX_ROLES,
 )
 from hyper_parallel.core.muon.matrices import MatrixView
@@ -28,10 +30,12 @@ ALGORITHMS = ("muon", "adamw")
 
 
 class Route(NamedTuple):
-    """Who updates a parameter: "muon" or "adamw". `why` says it in words."""
+    """Who updates a parameter: "muon" or "adamw". `why` says it in words. What is used element by element, as norms and
+    biases are, is not to decay."""
 
     algorithm: str
     why: str
+    decays: bool = True
 
 
 def routes_of(
@@ -67,15 +71,17 @@ def routes_of(
         found = [_route(each, roles.assignments.get(each.name), views.get(name), vocabulary) for each in uses]
         first = next((number for number, each in enumerate(found) if each.algorithm == "adamw"), 0)
         tied = f"tied to {uses[first].name}, " if first else ""
-        routes[name] = Route(found[first].algorithm, tied + found[first].why)
-    return routes | _given_routes(description, given or {})
+        routes[name] = found[first]._replace(why=tied + found[first].why)
+    for name, route in _given_routes(description, given or {}).items():
+        routes[name] = route._replace(decays=routes[name].decays)
+    return routes
 
 
 def describe_routes(routes: Mapping[str, Route], views: Mapping[str, MatrixView]) -> str:
     """A line for each parameter: name, algorithm, the matrices [out, in] that Muon sees, and why. Layers that are alike
     share one."""
     rows = [("parameter", "goes to", "matrices", "")]
-    for name, ((algorithm, why), shapes) in fold(
+    for name, ((algorithm, why, _), shapes) in fold(
         [(name, (route, _matrices(views[name]) if route.algorithm == "muon" else "")) for name, route in routes.items()]
     ):
         rows.append((name, algorithm, shapes, why))
@@ -114,6 +120,9 @@ def _given_routes(description: ModelDescription, given: Mapping[str, str]) -> di
 def _route(parameter: ParameterDescription, role: Assignment | None, view: MatrixView | None, vocabulary: int) -> Route:
     """Where one parameter goes, under one of its names."""
     name, shape = parse(parameter.name), parameter.shape
+    reason = _by_element(parameter, name, role)
+    if reason:
+        return Route("adamw", reason, decays=False)
     reason = _no_matrix(parameter, name, role, vocabulary)
     if reason:
         return Route("adamw", reason)
@@ -131,31 +140,40 @@ def _route(parameter: ParameterDescription, role: Assignment | None, view: Matri
     return Route("muon", told)
 
 
-def _no_matrix(parameter: ParameterDescription, name: Name, role: Assignment | None, vocabulary: int) -> str:
-    """Why a parameter is none of the matrices inside of a model; "" for one that is."""
+def _by_element(parameter: ParameterDescription, name: Name, role: Assignment | None) -> str:
+    """Why a parameter is used element by element, whatever its shape; "" for one that is not."""
     shape, owner = parameter.shape, parameter.module_class
     if len(shape) < 2:
         return "a vector" if shape else "a number"
+    if name.adapter:
+        return ""
+    if role and role.role in BY_ELEMENT_ROLES:
+        return BY_ELEMENT_ROLES[role.role]
+    if name.leaf == "bias" or (role and name.leaf.endswith("_bias")):
+        return "a bias"
+    if matches(owner, NORM_CLASSES):
+        return f"{owner}: a norm"
+    bare = name.leaf != "weight" and (role is None or role.input_dim is None)
+    return f"{name.leaf} is used element by element" if bare and _is_one_of([name.leaf], BY_ELEMENT_NAMES) else ""
+
+
+def _no_matrix(parameter: ParameterDescription, name: Name, role: Assignment | None, vocabulary: int) -> str:
+    """Why a parameter is none of the matrices inside of a model; "" for one that is."""
+    shape, owner = parameter.shape, parameter.module_class
     if 0 in shape:
         return "empty"
     if name.adapter:
         return NO_MATRIX_ROLES["adapter"]
     if role and role.role in NO_MATRIX_ROLES:
         return NO_MATRIX_ROLES[role.role]
-    if name.leaf == "bias" or (role and name.leaf.endswith("_bias")):
-        return NO_MATRIX_ROLES["router_bias"]
     if matches(owner, EMBEDDING_CLASSES):
         return f"{owner}: an embedding"
-    if matches(owner, NORM_CLASSES):
-        return f"{owner}: a norm"
     if any(fnmatchcase(owner, each) for each in CONVOLUTIONS) and shape[1] == 1:
         return f"{owner}: a depthwise kernel, a filter of its own for each channel"
     if name.leaf != "weight" and (role is None or role.input_dim is None):
-        if _is_one_of([name.leaf], NO_MATRIX_NAMES):
-            return f"{name.leaf} is used element by element"
-    if role is None and outside_blocks(name.path):
-        return _end(name, shape, vocabulary)
-    return ""
+        if _is_one_of([name.leaf], LOOKED_UP_NAMES):
+            return f"{name.leaf} is looked up, or added"
+    return _end(name, shape, vocabulary) if role is None and outside_blocks(name.path) else ""
 
 
 def _end(name: Name, shape: tuple[int, ...], vocabulary: int) -> str:

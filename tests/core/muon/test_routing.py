@@ -35,7 +35,7 @@ def test_matrices_inside_go_to_muon_and_all_else_to_adamw(name):
     routes = routes_of(model)
     assert list(routes) == [each.name for each in model.parameters]
     wide = {each.name for each in model.parameters if len(each.shape) > 1}
-    assert all(routes[each] == ("adamw", "a vector") for each in routes if each not in wide)
+    assert all(routes[each] == ("adamw", "a vector", False) for each in routes if each not in wide)
     assert {layerless(each) for each in wide if routes[each].algorithm == "adamw"} == TO_ADAMW[name]
 
 
@@ -62,7 +62,7 @@ def test_what_is_tied_is_one_parameter_and_no_matrix():
     tied = by_hand({"body.table": ((40, 32), "Body")}, {"lm_head": "Linear"})
     tied = type(tied)(**{**tied.__dict__, "tied": {"lm_head.weight": "body.table"}})
     assert routes_of(model)["body.table"].why == "one dim is over the 96 tokens of the vocabulary"
-    assert routes_of(tied) == {"body.table": ("adamw", "tied to lm_head.weight, makes outputs")}
+    assert routes_of(tied) == {"body.table": ("adamw", "tied to lm_head.weight, makes outputs", True)}
     assert routes_of(stored("llama_tied"))["model.embed_tokens.weight"].algorithm == "adamw"
 
 
@@ -77,7 +77,7 @@ def test_what_is_tied_is_one_parameter_and_no_matrix():
         ("blocks.0.table.weight", (7, 32), "Embedding", "adamw", "an embedding"),
         ("blocks.0.norm.weight", (4, 8), "HeadRMSNorm", "adamw", "a norm"),
         ("blocks.0.A_log", (32, 8), "Mixer", "adamw", "element by element"),
-        ("blocks.0.relative_pos_embed", (2, 8, 8), "Attention", "adamw", "element by element"),
+        ("blocks.0.relative_pos_embed", (2, 8, 8), "Attention", "adamw", "looked up"),
         ("blocks.0.gate.weight", (1, 32), "Linear", "adamw", "a vector in the shape of a matrix"),
         ("blocks.0.none.weight", (0, 32), "Linear", "adamw", "empty"),
         ("patch_embed.proj.weight", (32, 3, 4, 4), "Conv2d", "adamw", "makes hidden states of inputs"),
@@ -95,8 +95,11 @@ def test_routes_by_hand_win_the_later_one_over_the_earlier():
     routes = routes_of(
         stored("llama_tied"), {"model.layers.*.mlp.*.weight": "adamw", "**.up_proj.weight": "muon", "lm_head.*": "muon"}
     )
-    assert routes["model.layers.0.mlp.gate_proj.weight"] == ("adamw", "given by routes 'model.layers.*.mlp.*.weight'")
-    assert routes["model.layers.0.mlp.up_proj.weight"] == ("muon", "given by routes '**.up_proj.weight'")
+    assert routes["model.layers.0.mlp.gate_proj.weight"][:2] == (
+        "adamw",
+        "given by routes 'model.layers.*.mlp.*.weight'",
+    )
+    assert routes["model.layers.0.mlp.up_proj.weight"][:2] == ("muon", "given by routes '**.up_proj.weight'")
     assert routes["model.embed_tokens.weight"].algorithm == "muon"
 
 
@@ -125,3 +128,11 @@ def test_routes_are_told_with_the_matrices_and_layers_that_are_alike_once():
     )
     assert found["model.layers.0-1.input_layernorm.weight"].split() == ["adamw", "a", "vector"]
     assert len(lines) == 1 + len({layerless(each.name) for each in model.parameters})
+
+
+def test_norms_and_biases_do_not_decay_whatever_their_shape():
+    routes = routes_of(stored("gpt_oss"), {"**.gate_up_proj_bias": "adamw"})
+    still = {layerless(name) for name, route in routes.items() if not route.decays}
+    assert "model.layers.*.mlp.experts.down_proj_bias" in still and "model.norm.weight" in still
+    assert "model.layers.*.mlp.experts.gate_up_proj_bias" in still
+    assert not still & {"model.embed_tokens.weight", "lm_head.weight", "model.layers.*.self_attn.q_proj.weight"}
