@@ -85,7 +85,7 @@ def Muon(
         adamw_lr: learning rate of AdamW; `lr` when not given.
         adamw_betas: its averages' rates.
         adamw_eps: added to its denominator.
-        adamw_weight_decay: of its matrices; `weight_decay` when not given. A model's norms, biases and vectors have none.
+        adamw_weight_decay: of its matrices; `weight_decay` when not given. Norms and biases of a model have none.
         routes: "muon" or "adamw" for parameters by pattern over their names; the later entry wins.
         matrices: a `MatrixView` or a short form by pattern, where a parameter is not one matrix, or another than the
             model tells; docs/muon_matrices.md lists the short forms.
