@@ -42,7 +42,8 @@ class Replay:
             for each in (*batch.hops, *batch.publications):
                 if each.group not in self._groups:
                     self._groups[each.group] = backend.collectives.groups([each.group])
-        self._buffers: dict[tuple[str, str, int], Tensor] = {}
+        self.buffers: dict[tuple[str, str, int], Tensor] = {}
+        """By name, dtype and turn; there from the first step on."""
         self.uses = Counter(feed.kept for batch in self.program.batches for feed in batch.feeds)
         """In how many batches there are matrices of what is kept."""
 
@@ -91,9 +92,9 @@ class Replay:
         """The first elements of a buffer that is there for all batches."""
         key = (name, dtype, turn)
         tensors = self.backend.tensors
-        if key not in self._buffers:
-            self._buffers[key] = tensors.empty((self.program.capacities[name, dtype],), dtype)
-        return tensors.alias(self._buffers[key], 0, (numel,))
+        if key not in self.buffers:
+            self.buffers[key] = tensors.empty((self.program.capacities[name, dtype],), dtype)
+        return tensors.alias(self.buffers[key], 0, (numel,))
 
 
 class _Step:
