@@ -530,8 +530,8 @@ class Training(Protocol):
     ) -> Any:
         """The framework's AdamW over `(parameters, weight_decay)` groups (decay decoupled)."""
 
-    def set_learning_rate(self, optimizer: Any, learning_rate: float) -> None:
-        """Set it for every group."""
+    def set_learning_rate(self, optimizer: Any, learning_rate: float, algorithm: str | None = None) -> None:
+        """Set it for every group, or for those whose "algorithm" is this one: "muon" or "adamw"."""
 
     def apply_gradients(
         self, optimizer: Any, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]

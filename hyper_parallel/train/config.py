@@ -6,11 +6,12 @@ Precedence, weakest first: the defaults below, the YAML file, `--set key=value` 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Sequence
 
 from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.muon.newton_schulz import NewtonSchulz
 from hyper_parallel.models.config import DecoderConfig
 from hyper_parallel.train.data import VOCABULARY
 from hyper_parallel.train.options import Entry, fill, read_file, read_overrides
@@ -43,21 +44,44 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class MuonConfig:
+    """What `hyper_parallel.Muon` does with the matrices inside of the model, where `optimizer.name` is muon.
+
+    `adamw_learning_rate` is the highest rate of what AdamW updates; null: `optimizer.learning_rate`, which the scale
+    "match_rms" makes fit both. `routes` are pairs of a pattern over parameter names and "muon" or "adamw".
+    """
+
+    momentum: float = field(default=0.95, metadata={"at_least": 0, "less_than": 1})
+    nesterov: bool = True
+    coefficients: Literal["legacy", "asym5", "polar_express"] | tuple[tuple[float, float, float], ...] = "legacy"
+    ns_steps: int = field(default=5, metadata=_POSITIVE)
+    ns_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    scale: Literal["match_rms", "original", "spectral", "unit_rms"] | float = field(
+        default="match_rms", metadata={"more_than": 0}
+    )
+    second_moment: Literal["normuon"] | None = None
+    adamw_learning_rate: float | None = field(default=None, metadata={"more_than": 0})
+    routes: tuple[tuple[str, Literal["muon", "adamw"]], ...] = ()
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
-    """The framework's own AdamW, with warm-up and a cosine down to `min_learning_rate`.
+    """The framework's own AdamW, alone or for what Muon leaves it, with warm-up and a cosine down to
+    `min_learning_rate`.
 
     Matrices decay by `weight_decay`, vectors never. Gradients with a norm above `max_grad_norm` are scaled down to
     it; null only measures the norm.
     """
 
     learning_rate: float = field(metadata={"more_than": 0})
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     betas: tuple[float, float] = field(default=(0.9, 0.95), metadata={"at_least": 0, "less_than": 1})
     eps: float = field(default=1e-8, metadata={"more_than": 0})
     weight_decay: float = field(default=0.1, metadata=_AT_LEAST_0)
     warmup_steps: int = field(default=0, metadata=_AT_LEAST_0)
     min_learning_rate: float = field(default=0.0, metadata=_AT_LEAST_0)
     max_grad_norm: float | None = field(default=1.0, metadata={"more_than": 0})
+    muon: MuonConfig = MuonConfig()
 
 
 @dataclass(frozen=True)
@@ -138,7 +162,12 @@ def data_paths(config: DataConfig) -> list[Path]:
 
 
 def _combination_problems(config: Config) -> list[str]:
-    return [*_rank_problems(config), *_size_problems(config), *_data_problems(config)]
+    return [
+        *_rank_problems(config),
+        *_size_problems(config),
+        *_optimizer_problems(config.optimizer),
+        *_data_problems(config),
+    ]
 
 
 def _rank_problems(config: Config) -> list[str]:
@@ -183,12 +212,27 @@ def _size_problems(config: Config) -> list[str]:
             f"data.sequence_length: {length} is longer than model.max_position_embeddings, {longest}; "
             f"write at most {longest}, or raise model.max_position_embeddings"
         )
-    optimizer = config.optimizer
+    return problems
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> list[str]:
+    problems = []
     if optimizer.min_learning_rate > optimizer.learning_rate:
         problems.append(
             f"optimizer.min_learning_rate: {optimizer.min_learning_rate} exceeds optimizer.learning_rate, "
             f"{optimizer.learning_rate}"
         )
+    muon, usual = optimizer.muon, MuonConfig()
+    try:
+        NewtonSchulz(muon.coefficients, muon.ns_steps, muon.ns_dtype)
+    except ConfigError as error:
+        problems.append(f"optimizer.muon: {error}")
+    if optimizer.name != "muon":
+        said = [each.name for each in fields(MuonConfig) if getattr(muon, each.name) != getattr(usual, each.name)]
+        problems += [
+            f"optimizer.muon.{name}: {optimizer.name} has no such setting; leave it out, or write optimizer.name: muon"
+            for name in said
+        ]
     return problems
 
 

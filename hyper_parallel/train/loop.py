@@ -11,6 +11,8 @@ import numpy as np
 
 from hyper_parallel import (
     DeviceMesh,
+    Muon,
+    NorMuon,
     clip_grad_norm_,
     full_parameters,
     parallelize,
@@ -22,7 +24,7 @@ from hyper_parallel.core.backend import Backend, Launch, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.plan.plan import ShardingPlan
 from hyper_parallel.models.weights import initial_weights
-from hyper_parallel.train.config import Config, data_paths
+from hyper_parallel.train.config import Config, OptimizerConfig, data_paths
 from hyper_parallel.train.data import Batch, Corpus, Sampler, Windows, read_corpus
 from hyper_parallel.train.learning_rate import learning_rate
 from hyper_parallel.train.metrics import StepMetrics
@@ -94,7 +96,7 @@ class Trainer:
         )
         self.model, self.plan = _sharded_model(config, backend)
         self._parameters = [parameter for _, parameter in trainable_parameters(self.model)]
-        self._optimizer = _optimizer(config, backend, self._parameters)
+        self._optimizer = _optimizer(config.optimizer, backend, self.model, self._parameters)
         self._loss_and_gradients = backend.autograd.value_and_grad(self._loss, self._parameters)
 
     def step(self, step: int) -> StepMetrics:
@@ -106,7 +108,7 @@ class Trainer:
         limit = float("inf") if optimizer.max_grad_norm is None else optimizer.max_grad_norm
         norm = clip_grad_norm_(self.model, gradients, limit)
         rate = learning_rate(optimizer, step, self.config.train.steps)
-        self.backend.training.set_learning_rate(self._optimizer, rate)
+        self._set_learning_rate(rate)
         self.backend.training.apply_gradients(self._optimizer, self._parameters, gradients)
         loss, memory = self._over_ranks(loss)
         seconds = time.perf_counter() - start
@@ -151,6 +153,14 @@ class Trainer:
                 self.backend.tensors.add_(gradient, other)
         return [other if gradient is None else gradient for gradient, other in zip(gradients, new, strict=True)]
 
+    def _set_learning_rate(self, rate: float) -> None:
+        """Set it for every parameter; what AdamW updates beside Muon may have a rate of its own, in proportion."""
+        optimizer, training = self.config.optimizer, self.backend.training
+        training.set_learning_rate(self._optimizer, rate)
+        if optimizer.name == "muon" and optimizer.muon.adamw_learning_rate is not None:
+            share = optimizer.muon.adamw_learning_rate / optimizer.learning_rate
+            training.set_learning_rate(self._optimizer, rate * share, algorithm="adamw")
+
     def _loss(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
         return self.backend.training.cross_entropy(self.model(inputs), targets, "sum") * factor
 
@@ -190,10 +200,31 @@ def _sharded_model(config: Config, backend: Backend) -> tuple[Any, ShardingPlan]
     return parallelize(decoder, sharding), sharding
 
 
-def _optimizer(config: Config, backend: Backend, parameters: Sequence[Parameter]) -> Any:
-    """The framework's AdamW: matrices decay, vectors do not."""
-    optimizer = config.optimizer
+def _optimizer(optimizer: OptimizerConfig, backend: Backend, model: Any, parameters: Sequence[Parameter]) -> Any:
+    """What `optimizer.name` asks for: Muon, or the framework's AdamW. Matrices decay, vectors do not."""
+    if optimizer.name == "muon":
+        return _muon(optimizer, model)
     matrices = [parameter for parameter in parameters if len(parameter.shape) > 1]
     vectors = [parameter for parameter in parameters if len(parameter.shape) <= 1]
     groups = [(matrices, optimizer.weight_decay), (vectors, 0.0)]
     return backend.training.adamw(groups, optimizer.learning_rate, optimizer.betas, optimizer.eps)
+
+
+def _muon(optimizer: OptimizerConfig, model: Any) -> Any:
+    muon = optimizer.muon
+    return Muon(
+        model,
+        lr=optimizer.learning_rate,
+        weight_decay=optimizer.weight_decay,
+        momentum=muon.momentum,
+        nesterov=muon.nesterov,
+        coefficients=muon.coefficients,
+        steps=muon.ns_steps,
+        ns_dtype=muon.ns_dtype,
+        scale=muon.scale,
+        second_moment=None if muon.second_moment is None else NorMuon(),
+        adamw_lr=muon.adamw_learning_rate,
+        adamw_betas=optimizer.betas,
+        adamw_eps=optimizer.eps,
+        routes=dict(muon.routes),
+    )

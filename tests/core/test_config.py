@@ -74,7 +74,16 @@ def test_the_resolved_settings_can_be_read_back(tmp_path: Path):
         ("train.steps=0", "--set: train.steps: wants a number at least 1, found 0"),
         ("optimizer.learning_rate=.nan", "--set: optimizer.learning_rate: wants a number more than 0, found nan"),
         ("optimizer.betas=[0.9]", "--set: optimizer.betas: wants a list [a number, a number], found [0.9]"),
-        ("optimizer.name=sgd", "--set: optimizer.name: wants 'adamw', found 'sgd'"),
+        ("optimizer.name=sgd", "--set: optimizer.name: wants 'adamw' or 'muon', found 'sgd'"),
+        (
+            "optimizer.momentum=0.9",
+            "--set: optimizer.momentum: there is no such key; did you mean optimizer.muon.momentum?",
+        ),
+        (
+            "optimizer.muon.routes=[[head, sgd]]",
+            "--set: optimizer.muon.routes: wants a list, each item a list [a text, 'muon' or 'adamw'], "
+            "found [['head', 'sgd']]",
+        ),
         ("train.evaluate_every=no", "--set: train.evaluate_every: wants a whole number or null, found False"),
         ("data.extensions=.py", "--set: data.extensions: wants a list, each item a text, found '.py'"),
         ("backend=jax", "--set: backend: wants 'mindspore' or 'torch', found 'jax'"),
@@ -138,12 +147,35 @@ def test_three_ranks_can_not_form_a_mesh_of_two_by_two():
         ("train.micro_batch_size=3", "can't be split into micro-batches of 3; write one of 1, 2, 4, or null"),
         ("data.sequence_length=129", "129 is longer than model.max_position_embeddings, 128"),
         ("model.vocab_size=255", "tokens are bytes, so it must be at least 256, found 255"),
-        ("optimizer.min_learning_rate=1", "1.0 exceeds optimizer.learning_rate, 0.0015"),
+        ("optimizer.min_learning_rate=1", "1.0 exceeds optimizer.learning_rate, 0.006"),
         ("data.path=/no/such/place", "data.path: there is no file or directory /no/such/place"),
     ],
 )
 def test_a_combination_that_can_not_be_is_refused(override: str, expected: str):
     assert expected in only(messages(override))
+
+
+def test_what_muon_alone_has_is_refused_beside_adamw():
+    line = only(messages("optimizer.name=adamw", "optimizer.muon={nesterov: false, ns_dtype: bfloat16}"))
+    assert line == (
+        "demo.yaml: optimizer.muon.nesterov: adamw has no such setting; leave it out, or write optimizer.name: muon"
+    )
+
+
+def test_settings_of_muon_are_read_and_can_be_read_back(tmp_path: Path):
+    said = {
+        "coefficients": "[[3.4, -4.7, 2.0], [2, -1.5, 0.5]]",
+        "scale": "0.5",
+        "routes": "[['*.o_proj.weight', adamw]]",
+    }
+    config = load_config(
+        DEMO, ["optimizer.name=muon", *(f"optimizer.muon.{key}={value}" for key, value in said.items())]
+    )
+    muon = config.optimizer.muon
+    assert muon.coefficients == ((3.4, -4.7, 2.0), (2.0, -1.5, 0.5)) and muon.scale == 0.5
+    assert muon.routes == (("*.o_proj.weight", "adamw"),)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert fill(Config, read_file(tmp_path / "config.yaml")) == config
 
 
 def test_a_path_counts_from_the_file_that_it_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

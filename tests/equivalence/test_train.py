@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from hyper_parallel.core.plan.plan import ShardingPlan
 from tests.equivalence import training_runs as runs
 
-# Sums are taken in another order; after six steps of AdamW that has grown to no more than this.
+# Sums are taken in another order; after six steps of Muon and AdamW that has grown to no more than this.
 LOSS_TOLERANCE = 1e-5
 
 VARIANTS = {
@@ -97,7 +97,7 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
 
 def test_the_comparison_finds_that_both_backends_agree(tmp_path: Path) -> None:
     project = runs.write_project(tmp_path)
-    ended = runs.run("compare", project, *runs.sizes(1, 2), "--set", "train.steps=3", cwd=tmp_path)
+    ended = runs.run("compare", project, *runs.sizes(1, 2), *runs.ADAMW, "--set", "train.steps=3", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "losses of the first 3 steps agree" in ended.stdout
     assert "parameters at the end agree" in ended.stdout

@@ -4,6 +4,8 @@ import importlib
 
 import numpy as np
 
+import hyper_parallel
+
 
 def make_parameters(backend, values):
     """Parameters of the framework that hold copies of `values`, name -> array."""
@@ -33,6 +35,25 @@ def train(backend, values, decays, steps, betas, eps):
         backend.training.set_learning_rate(optimizer, learning_rate)
         backend.training.apply_gradients(optimizer, parameters, as_tensors(backend, [gradients[n] for n in names]))
         history.append({n: backend.tensors.to_numpy(p) for n, p in zip(names, parameters)})
+    return history
+
+
+def train_with_muon(backend, values, steps, options):
+    """The values after each of `steps`, a list of (rate of Muon, rate of AdamW, gradients by name or None). Matrices go
+    to Muon, vectors to AdamW; gradients are handed over in the order of `values`, which is another than that of groups.
+    """
+    named = dict(zip(values, make_parameters(backend, values)))
+    matrices = [(name, each) for name, each in named.items() if len(each.shape) > 1]
+    vectors = [(name, each) for name, each in named.items() if len(each.shape) < 2]
+    groups = [{"params": vectors, "algorithm": "adamw"}, {"params": matrices, "algorithm": "muon"}]
+    optimizer = hyper_parallel.Muon(groups, ns_dtype="float32", **options)
+    history = []
+    for rate, adamw_rate, gradients in steps:
+        backend.training.set_learning_rate(optimizer, rate)
+        backend.training.set_learning_rate(optimizer, adamw_rate, algorithm="adamw")
+        given = as_tensors(backend, [gradients[name] for name in values])
+        backend.training.apply_gradients(optimizer, list(named.values()), given)
+        history.append({name: backend.tensors.to_numpy(each) for name, each in named.items()})
     return history
 
 

@@ -27,7 +27,7 @@ model:
   head_dim: 8
   max_position_embeddings: 16
 data: {path: text, sequence_length: 16, held_out_fraction: 0.2}
-optimizer: {learning_rate: 3e-3, warmup_steps: 2, eps: 1.0e-6}
+optimizer: {name: muon, learning_rate: 3e-3, warmup_steps: 2, eps: 1.0e-6, muon: {ns_dtype: float32}}
 train: {steps: 6, global_batch_size: 8, evaluate_every: 3, evaluation_batches: 2}
 """
 
@@ -59,6 +59,10 @@ def run(*arguments: object, cwd: Path, timeout: float = 120) -> subprocess.Compl
     return subprocess.run(
         command(*arguments), cwd=cwd, env=environment(cwd), capture_output=True, text=True, timeout=timeout
     )
+
+
+ADAMW = ["--set", "optimizer.name=adamw", "--set", "optimizer.muon.ns_dtype=bfloat16"]
+"""Options for AdamW alone."""
 
 
 def sizes(replicate: int, shard: int) -> list[str]:

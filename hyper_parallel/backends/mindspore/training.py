@@ -15,6 +15,7 @@ from mindspore import Parameter, Tensor, mint, ops
 from mindspore.experimental import optim
 from mindspore.profiler import mstx
 
+from hyper_parallel.backends.mindspore.optimizer import Muon
 from hyper_parallel.core.backend import LocatedTargets
 
 
@@ -33,9 +34,11 @@ def adamw(
     return optim.AdamW(described, lr=learning_rate, betas=betas, eps=eps)
 
 
-def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Set it for every group."""
+def set_learning_rate(optimizer: Any, learning_rate: float, algorithm: str | None = None) -> None:
+    """Set it for every group, or for those of an algorithm."""
     for group in optimizer.param_groups:
+        if algorithm not in (None, group.get("algorithm")):
+            continue
         # Its step is compiled: only the tensor that it was compiled with is looked at again.
         ops.assign(group["lr"], Tensor(learning_rate, ms.float32))
 
@@ -44,6 +47,9 @@ def apply_gradients(optimizer: Any, parameters: Sequence[Parameter], gradients: 
     """One step; a parameter whose gradient is None keeps its value and its state."""
     by_parameter = {id(parameter): gradient for parameter, gradient in zip(parameters, gradients, strict=True)}
     ordered = [by_parameter.get(id(parameter)) for parameter in optimizer.parameters]
+    if isinstance(optimizer, Muon):  # which leaves what has no gradient as it is
+        optimizer(ordered)
+        return
     kept = [
         (tensor, tensor.copy())
         for index, gradient in enumerate(ordered)

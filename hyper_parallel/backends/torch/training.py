@@ -23,9 +23,11 @@ def adamw(
     return torch.optim.AdamW(described, lr=learning_rate, betas=betas, eps=eps)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set it for every group."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float, algorithm: str | None = None) -> None:
+    """Set it for every group, or for those of an algorithm."""
     for group in optimizer.param_groups:
+        if algorithm not in (None, group.get("algorithm")):
+            continue
         group["lr"] = learning_rate
 
 
