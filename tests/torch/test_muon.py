@@ -245,7 +245,9 @@ BAD = {
     "an AdamW option": (lambda m: [{"params": [m.up.bias], "algorithm": "adamw", "steps": 3}], {}, "no option 'steps'"),
     "nothing": (lambda m: [], {}, "no parameters"),
     "no parameter": (lambda m: [torch.ones(2, 2)], {}, "asks for a gradient"),
+    "a dtype": (lambda m: [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))], {}, "complex64"),
     "a pattern": (lambda m: m, {"routes": {"layers.*": "muon"}}, "layers"),
+    "ranks": (lambda m: m, {"mesh": hp.DeviceMesh((2,), ("replicate",))}, "2 ranks, which have not been joined"),
     "a master": (lambda m: m, {"master_dtype": "float64"}, '"float32"'),
     "clip without a model": (lambda m: [m.up.weight], {"qk_clip": hp.QKClip()}, "give the model"),
 }

@@ -14,6 +14,7 @@ from hyper_parallel.core.muon.checks import Agreement, agree_on
 from hyper_parallel.core.muon.elementwise import HALF, ElementWisePart
 from hyper_parallel.core.muon.groups import Request
 from hyper_parallel.core.muon.lane import Lane, Part
+from hyper_parallel.core.muon.newton_schulz import DTYPES
 from hyper_parallel.core.muon.options import MUON, planned_values, settings_of
 from hyper_parallel.core.muon.parameters import MuonParameter, MuonPolicy
 from hyper_parallel.core.muon.plan import MuonPlan, make_plan
@@ -21,6 +22,7 @@ from hyper_parallel.core.muon.qk_clip import QKClip
 from hyper_parallel.core.muon.second_moments import Run
 from hyper_parallel.core.muon.state import ADAMW_MOMENTS, MASTER, MOMENTUM, SECOND, Groups
 from hyper_parallel.core.muon.step import Step
+from hyper_parallel.core.muon.storage import Stored
 from hyper_parallel.core.topology import Topology
 
 
@@ -230,7 +232,7 @@ class MuonEngine:
         for group in request.groups:
             for member, each in enumerate(group.members, counted):
                 if group.algorithm == MUON and 0 not in each.layout.shape:
-                    dtype = self.backend.tensors.dtype_name(each.parameter)
+                    dtype = self._checked_dtype(each)
                     settings, view = settings_of(group.options), request.views[each.name]
                     made = MuonParameter(each.name, each.layout, view, dtype, settings, self.state_dtype(member))
                     parameters.append(made)
@@ -239,6 +241,19 @@ class MuonEngine:
         shared = [each for each in parameters if each.layout.mesh.size > 1]
         own = [each for each in parameters if each.layout.mesh.size == 1]
         return [make_plan(each, topology, self.settings.policy) for each in (shared, own)]
+
+    def _checked_dtype(self, each: Stored) -> str:
+        """The dtype of a parameter that Muon can update, where it lies."""
+        tensors, local = self.backend.tensors, self.local(each.parameter)
+        dtype = tensors.dtype_name(each.parameter)
+        if dtype not in DTYPES:
+            raise ConfigError(f"Muon: {each.name} is of {dtype}; Muon updates parameters of {', '.join(DTYPES)}")
+        if tensors.to_device(local) is not local:
+            raise ConfigError(
+                f"Muon: {each.name} lies in the host's memory, and matrices are orthogonalized on the device; shard "
+                "the model without CPUOffloadPolicy, or send its matrices to AdamW with routes"
+            )
+        return dtype
 
     def _made_of(self, plan: MuonPlan) -> str:
         """A digest of the shared plan and of all that is fixed beside it."""

@@ -30,7 +30,7 @@ def stored(backend: Backend, name: str, parameter: Parameter | DTensor, mesh: De
     """Find out how a parameter lies. One that nobody has spread lies on `mesh`, replicated, or on this rank alone.
 
     Raises:
-        ConfigError: it is no parameter, or has no values.
+        ConfigError: it is no parameter, has no values, or is shared by ranks that have not been joined.
         LayoutError: its local shape is not what its layout gives this rank, or it is a pending sum.
     """
     given = None
@@ -44,6 +44,11 @@ def stored(backend: Backend, name: str, parameter: Parameter | DTensor, mesh: De
     if layout is None:
         mesh = mesh or DeviceMesh((1,), ("shard",), (backend.collectives.rank(),))
         layout = Layout(mesh, {}, tuple(parameter.shape))
+    if layout.mesh.size > 1 and not backend.collectives.is_initialized():
+        raise ConfigError(
+            f"Muon: {name} lies on {layout.mesh.size} ranks, which have not been joined; call "
+            f'hyper_parallel.initialize("{backend.name}") first, in place of what the framework has for that'
+        )
     local, rank = tuple(backend.optimizer.local(parameter).shape), backend.collectives.rank()
     if local != layout.local_shape(rank):
         raise LayoutError(
