@@ -645,9 +645,10 @@ class Orthogonalizing(Protocol):
         `settings.dtype`: a new contiguous tensor [k, m, n] of `settings.wire_dtype`.
 
         `batch` is cast first, then the norm of each matrix is taken in float32, and to float16 when it has its norm.
-        Matrices that are taller than wide are transposed first. Intermediate results are made once for a batch where
-        the framework lets its caller say where they go. A matrix that holds NaN or infinity, or whose norm float32
-        can't hold, comes out as NaN throughout; the others of the batch don't notice.
+        Matrices that are taller than wide are transposed first. Intermediate results are made once for a batch, or for
+        a part of it that suits a CPU's caches, where the framework lets its caller say where they go. A matrix that
+        holds NaN or infinity, or whose norm float32 can't hold, comes out as NaN throughout; the others of the batch
+        don't notice.
 
         Raises `LayoutError` for a batch of other than three dims."""
 

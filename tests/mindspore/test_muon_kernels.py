@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from hyper_parallel import backends
 from hyper_parallel.backends.mindspore import tensors  # before mindspore is used: it sets launch_blocking
@@ -20,7 +21,11 @@ def backend():
 
 @pytest.fixture
 def torch_backend():
-    return backends.load("torch")
+    """PyTorch on one thread: several only wait for each other at such sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield backends.load("torch")
+    torch.set_num_threads(threads)
 
 
 class TestKernels(KernelChecks):

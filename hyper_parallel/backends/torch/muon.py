@@ -12,6 +12,9 @@ from hyper_parallel.core.muon.iteration import check_form, check_update, iterate
 from hyper_parallel.core.muon.newton_schulz import NewtonSchulz
 from hyper_parallel.core.regions import Box
 
+_CACHED = 2**21
+"""Bytes of matrices that a CPU computes together: with more it waits for memory, with fewer for calls."""
+
 
 class _Products:
     """`core.muon.iteration.Products`, into memory that is there."""
@@ -44,21 +47,36 @@ class _Products:
 @torch.no_grad()
 def newton_schulz(batch: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
     """The matrices of a batch [k, m, n] orthogonalized; see `core.backend.Orthogonalizing`."""
-    _, rows, columns = matrix_batch(batch.shape)
-    tall, dtype = rows > columns, getattr(torch, settings.dtype)
-    source = batch.mT if tall else batch
-    x = torch.empty(source.shape, dtype=dtype, device=batch.device)
-    if x.numel():
-        # float16 would lose gradients before they have their norm.
-        cast = torch.empty_like(x, dtype=torch.float32) if dtype == torch.float16 else x
-        cast.copy_(source)
-        norms = torch.linalg.vector_norm(cast, dim=(1, 2), keepdim=True, dtype=torch.float32)
-        # Divided by infinity all would be zeros, and look like an update.
-        norms = torch.where(norms.isinf(), math.nan, norms + settings.eps)
-        torch.div(cast, norms, out=x)
-        del cast
-        x = iterate(_Products(), x, settings)
-    return (x.mT if tall else x).to(getattr(torch, settings.wire_dtype)).contiguous()
+    count, rows, columns = matrix_batch(batch.shape)
+    wire = getattr(torch, settings.wire_dtype)
+    if not batch.numel():
+        return batch.new_empty(batch.shape, dtype=wire)
+    source = batch.mT if rows > columns else batch
+    together = count
+    if batch.device.type == "cpu":
+        together = max(1, _CACHED // (rows * columns * getattr(torch, settings.dtype).itemsize))
+    if together >= count:
+        x = _orthogonalized(source, settings)
+        return (x.mT if rows > columns else x).to(wire).contiguous()
+    made = torch.empty(batch.shape, dtype=wire, device=batch.device)
+    target = made.mT if rows > columns else made
+    for part, result in zip(source.split(together), target.split(together)):
+        result.copy_(_orthogonalized(part, settings))
+    return made
+
+
+def _orthogonalized(source: torch.Tensor, settings: NewtonSchulz) -> torch.Tensor:
+    """Matrices that are no taller than wide, of any strides, orthogonalized in new memory of `settings.dtype`."""
+    x = torch.empty(source.shape, dtype=getattr(torch, settings.dtype), device=source.device)
+    # float16 would lose gradients before they have their norm.
+    cast = torch.empty_like(x, dtype=torch.float32) if x.dtype == torch.float16 else x
+    cast.copy_(source)
+    norms = torch.linalg.vector_norm(cast, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    # Divided by infinity all would be zeros, and look like an update.
+    norms = torch.where(norms.isinf(), math.nan, norms + settings.eps)
+    torch.div(cast, norms, out=x)
+    del cast
+    return iterate(_Products(), x, settings)
 
 
 @torch.no_grad()
