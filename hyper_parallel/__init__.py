@@ -40,6 +40,7 @@ _WHERE = {
     "GradientReport": "core.equivalence.report",
     "fully_shard": "api",
     "fully_sharded": "api",
+    "register_fsdp_forward_method": "api",
     "MixedPrecisionPolicy": "core.fsdp.policy",
     "OffloadPolicy": "core.fsdp.policy",
     "CPUOffloadPolicy": "core.fsdp.policy",

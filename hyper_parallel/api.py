@@ -17,7 +17,7 @@ from hyper_parallel.core.execution.apply import Execution, apply_plan, execution
 from hyper_parallel.core.execution.apply import restore as restore_model
 from hyper_parallel.core.execution.region_collectives import RegionCollectives, collectives_of
 from hyper_parallel.core.fsdp import build, clip
-from hyper_parallel.core.fsdp.controls import FullySharded, handle_of
+from hyper_parallel.core.fsdp.controls import FullySharded, handle_of, register_forward_method
 from hyper_parallel.core.fsdp.describe import describe as describe_units
 from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
 from hyper_parallel.core.fsdp.trace import StepTrace
@@ -258,8 +258,9 @@ def fully_shard(
     What a module computes from its parameters must leave it through its outputs (tensors, or tuples, lists, mappings
     and dataclasses of them): a tensor left on an attribute is not seen, and its backward would find the parameters
     freed. A parameter that a backward did not reach gets zeros when others of its unit were reached, since it may have
-    been on another rank. In PyTorch gradients are on `.grad` when `backward()` returns; `torch.autograd.grad` does not
-    see the parameters.
+    been on another rank. A parameter that is read while its unit is not gathered is refused where that is seen: in a
+    forward of the model, by its gradient, or by a guarded module (docs/fully_sharded.md). In PyTorch gradients are on
+    `.grad` when `backward()` returns; `torch.autograd.grad` and `backward(inputs=...)` do not see the parameters.
 
     Args:
         module: a `torch.nn.Module` or `mindspore.nn.Cell`, changed in place and returned; or a list of them that become
@@ -287,7 +288,7 @@ def fully_shard(
     Raises:
         ConfigError: a policy that is none, a number that does not divide the ranks of `shard`, a module that is a unit
             already or has an attribute by the name of a method of units, a parameter that another unit holds, or that
-            is kept in a list beside the registry.
+            is kept in a named tuple beside the registry.
         LayoutError: a mesh without this rank or not in ascending order, or a dim that a parameter does not have.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -320,6 +321,19 @@ def fully_sharded(module: Module) -> FullySharded:
         ConfigError: the module is no unit.
     """
     return handle_of(module)
+
+
+def register_fsdp_forward_method(module: Module, method_name: str) -> None:
+    """Let a method of a unit's module be one of its forwards, as PyTorch's function of this name does: the unit is
+    gathered before it and freed after it, its inputs and outputs are cast and followed into backward. What the method
+    calls is part of it, the module itself included. Every rank makes the same calls. `restore` takes it back.
+
+    A module that is no unit stays as it is, so that code can run without sharding.
+
+    Raises:
+        ConfigError: there is no such method, or a plan has cut the module for several ranks that compute it together.
+    """
+    register_forward_method(module, method_name)
 
 
 def describe(model: Module) -> str:

@@ -22,6 +22,7 @@ from typing import (
     Iterator,
     Mapping,
     NamedTuple,
+    NoReturn,
     Protocol,
     Sequence,
 )
@@ -403,6 +404,10 @@ class Autograd(Protocol):
     def on_gradient(self, tensor: Tensor, callback: Callable[[], None]) -> None:
         """Call back in backward when the gradient of a recorded `tensor` is complete, before it flows further."""
 
+    def watch_leaf(self, parameter: Parameter, callback: Callable[[], None]) -> HookHandle:
+        """Call `callback` when a gradient comes to a trainable parameter otherwise than by `attach` and `deliver`:
+        before it gets there, or before `value_and_grad` returns it."""
+
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         """Inside backward only: call back once all gradients are complete, before backward returns."""
 
@@ -498,6 +503,11 @@ class Modules(Protocol):
         """Make every use hold a parameter with the data of `value` (not copied), of any shape, with the name and
         trainability of the old one. Returns the parameter that the module holds now; frameworks that allow it keep
         the object."""
+
+    def stand_in(self, parameter: Parameter, refuse: Callable[[str], NoReturn]) -> Tensor:
+        """A tensor to be seen in the place of `parameter`, which it `stands_for`: it tells the same shape, dtype,
+        device and attributes, and calls `refuse`, which raises, with the name of an operator that is given it or reads
+        its values."""
 
     def registered(self, owner: Module, attribute: str) -> Parameter | None:
         """The parameter that `owner` has registered under `attribute`, whatever its instance dictionary shows."""

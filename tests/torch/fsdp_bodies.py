@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -152,6 +153,18 @@ class Scaled(torch.nn.Module):
         return self.output(torch.nn.functional.linear(x, self.weight * self.scale))
 
 
+class Weights(NamedTuple):
+    first: torch.Tensor
+
+
+class Fields(torch.nn.Linear):
+    """Keeps its weight where nothing can be put in its place."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.kept = Weights(self.weight)
+
+
 class Box:
     """An output that the library can't look into."""
 
@@ -255,7 +268,7 @@ def misuse(backend):
         "restore": restored_between,
         "assign": assigned,
         "again": lambda model, loss, x: hp.plan(model, mesh),
-        "lstm": lambda model, loss, x: hp.fully_shard(torch.nn.LSTM(3, 4), mesh=mesh),
+        "fields": lambda model, loss, x: hp.fully_shard(Fields(), mesh=mesh),
     }
     messages = {}
     for name, case in cases.items():

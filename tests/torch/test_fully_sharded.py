@@ -100,7 +100,7 @@ def test_what_a_sharded_model_can_not_do_is_refused(pool):
         "restore": "restored between the forward and the backward",
         "assign": "was replaced after it had been sharded",
         "again": "is sharded already",
-        "lstm": "keeps weight_ih_l0 in the list '_flat_weights'",
+        "fields": "keeps the parameter weight in the Weights 'kept'",
     }
     for messages in pool("torch", 2).run(f"{BODIES}:misuse"):
         assert set(messages) == set(expected)

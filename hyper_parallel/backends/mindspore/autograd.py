@@ -11,9 +11,10 @@ import mindspore as ms
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as _engine
 
-from hyper_parallel.backends.mindspore.tensors import copy_, dtype_name, empty
-from hyper_parallel.core.backend import Parameter, Tensor
+from hyper_parallel.backends.mindspore.tensors import copy_, dtype_name, empty, squared_norm
+from hyper_parallel.core.backend import HookHandle, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
+from hyper_parallel.core.identity import IdentityMap
 
 
 def grad_enabled() -> bool:
@@ -83,6 +84,7 @@ class _Handover:
 
     def __init__(self) -> None:
         self.gradients: dict[int, Tensor | None] = {}
+        self.returned: dict[int, list[Tensor]] = {}  # to the engine, once for each run of a unit's node
         self.callbacks: list[Callable[[], None]] = []
 
 
@@ -103,9 +105,11 @@ class _Attach(_Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        for parameter in ctx.parameters if _handovers else ():
+        returned = tuple(ctx.on_gradients(list(gradients)))
+        for parameter, shard in zip(ctx.parameters, returned) if _handovers else ():
             _handovers[-1].gradients.setdefault(id(parameter), None)
-        return (None, None) + tuple(ctx.on_gradients(list(gradients)))
+            _handovers[-1].returned.setdefault(id(parameter), []).append(shard)
+        return None, None, *returned
 
 
 def attach(
@@ -187,6 +191,41 @@ def on_gradient(tensor: Tensor, callback: Callable[[], None]) -> None:
     tensor.register_hook(lambda gradient: callback())
 
 
+class _Watch:
+    """A parameter, from `watch_leaf` on, until it is taken away."""
+
+    def __init__(self, parameter: Parameter, callback: Callable[[], None]):
+        self.callback: Callable[[], None] | None = callback
+        _watched.set(parameter, self)
+
+    def remove(self) -> None:
+        """See `core.backend.HookHandle`."""
+        self.callback = None
+
+
+_watched = IdentityMap()  # parameter -> its `_Watch`
+
+
+def watch_leaf(parameter: Parameter, callback: Callable[[], None]) -> HookHandle:
+    """See `core.backend.Autograd`. The engine's own hooks can't tell; `value_and_grad` sees what the engine returns."""
+    return _Watch(parameter, callback)
+
+
+def _check_leaves(parameters: Sequence[Parameter], gradients: Sequence[Tensor], handover: _Handover) -> None:
+    """Tell of gradients that are not, or not only, what the node of `attach` has returned. It returns a tensor that
+    settlement fills: the engine hands the same one on, unless it has added something to it."""
+    for parameter, gradient in zip(parameters, gradients):
+        watch, returned = _watched.get(parameter), handover.returned.get(id(parameter))
+        if watch is None or watch.callback is None or (returned is not None and len(returned) > 1):
+            continue
+        if returned is None:
+            past = squared_norm([gradient]) != 0
+        else:
+            past = gradient.data_ptr() != returned[0].data_ptr()
+        if past:
+            watch.callback()
+
+
 def queue_final_callback(callback: Callable[[], None]) -> None:
     """See `core.backend.Autograd`. Runs before `value_and_grad` returns; what it changes in place is seen there.
 
@@ -243,6 +282,7 @@ def value_and_grad(
             raise
         finally:
             _handovers.remove(handover)
+        _check_leaves(parameters, gradients, handover)
         handed = handover.gradients
         return value, [handed.get(id(each), gradient) for each, gradient in zip(parameters, gradients)]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Mapping, NoReturn, Sequence
 
 import mindspore as ms
 import numpy as np
 from mindspore import mint, nn
 from mindspore.nn.utils import no_init_parameters
 
+from hyper_parallel.backends.mindspore import stand_ins
 from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.hooks import Handles, on_arguments, on_output
 from hyper_parallel.core.loading import check_values
@@ -151,6 +152,11 @@ def replace_parameter(uses: Sequence[ParameterUse], value: Tensor) -> Parameter:
     for use in uses:
         setattr(use.owner, use.attribute, parameter)
     return parameter
+
+
+def stand_in(parameter: Parameter, refuse: Callable[[str], NoReturn]) -> Tensor:
+    """See `core.backend.Modules`."""
+    return stand_ins.stand_in(parameter, refuse)
 
 
 def registered(owner: Module, attribute: str) -> Parameter | None:

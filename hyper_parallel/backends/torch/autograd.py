@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from hyper_parallel.core.backend import Parameter, Tensor
+from hyper_parallel.core.backend import HookHandle, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 
 _NOTHING = nullcontext()
@@ -176,6 +176,11 @@ def on_gradient(tensor: Tensor, callback: Callable[[], None]) -> None:
         tensor._base.grad_fn.register_prehook(hook)
     else:
         tensor.register_hook(hook)
+
+
+def watch_leaf(parameter: Parameter, callback: Callable[[], None]) -> HookHandle:
+    """See `core.backend.Autograd`. What is delivered reaches no hook."""
+    return parameter.register_hook(lambda gradient: callback())
 
 
 def queue_final_callback(callback: Callable[[], None]) -> None:

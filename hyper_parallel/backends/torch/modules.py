@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence
+from typing import Any, Callable, ContextManager, Iterator, Mapping, NoReturn, Sequence
 
 import numpy as np
 import torch
 
+from hyper_parallel.backends.torch import stand_ins
 from hyper_parallel.backends.torch.tensors import to_device
 from hyper_parallel.core.backend import BufferUse, HookHandle, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.hooks import Handles, on_arguments, on_output
@@ -97,6 +98,11 @@ def replace_parameter(uses: Sequence[ParameterUse], value: Tensor) -> Parameter:
     for use in uses:
         use.owner._parameters[use.attribute] = parameter
     return parameter
+
+
+def stand_in(parameter: Parameter, refuse: Callable[[str], NoReturn]) -> Tensor:
+    """See `core.backend.Modules`."""
+    return stand_ins.stand_in(parameter, refuse)
 
 
 def registered(owner: Module, attribute: str) -> Parameter | None:

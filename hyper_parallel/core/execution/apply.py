@@ -20,7 +20,6 @@ from hyper_parallel.core.execution.randomness import Randomness
 from hyper_parallel.core.execution.region_collectives import find_collectives
 from hyper_parallel.core.execution.vocabulary import find_embeddings
 from hyper_parallel.core.fsdp import build
-from hyper_parallel.core.fsdp.casting import cast_around
 from hyper_parallel.core.fsdp.controls import check_names
 from hyper_parallel.core.fsdp.parameter import Holding
 from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, offload_of, precision_of
@@ -162,8 +161,7 @@ def _carry_out(
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
         reshard = unit.reshard_after_forward or (None if unit.name == ROOT else False)
-        made = build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard)
-        made.add_hooks(cast_around(backend, module, how["precision"]))
+        build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard, how["precision"])
     if following is not None:
         hooks += following.paths()
     Execution(facts, adaptations, hooks, domains.randomness, following)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, NoReturn, Sequence
 
 import numpy as np
 
 from hyper_parallel.core.backend import Backend, Module, Parameter, ParameterUse, Tensor
 from hyper_parallel.core.errors import ConfigError, LayoutError
-from hyper_parallel.core.fsdp.casting import cast_around
 from hyper_parallel.core.fsdp.controls import add_methods, check_names, remove_methods
 from hyper_parallel.core.fsdp.meshes import data_parallel_mesh
-from hyper_parallel.core.fsdp.parameter import Holding, ShardedParameter, layouts
-from hyper_parallel.core.fsdp.policy import offload_of, precision_of
+from hyper_parallel.core.fsdp.parameter import Holding, Listed, ShardedParameter, layouts
+from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy, offload_of, precision_of
 from hyper_parallel.core.fsdp.spec import ShardSpec
 from hyper_parallel.core.fsdp.unit import Unit, check_reshard_after_forward, unit_of, units_of
 from hyper_parallel.core.identity import IdentityMap
@@ -56,8 +55,7 @@ def fully_shard(
     check_names(modules)
     check_reshard_after_forward(reshard_after_forward, mesh.axis_size("shard"))
     chosen = _uses_to_shard(backend, modules, _parameters(backend, ignored_params, "ignored_params"))
-    for module in modules:
-        check_parameters(backend, module, chosen)
+    lists = _lists_with(backend, modules, chosen)
     whole = {id(each) for each in _parameters(backend, replicate_params, "replicate_params")}
     placement_of = _asked_placement(shard_placement_fn)
     held = []
@@ -65,11 +63,9 @@ def fully_shard(
         placement = None if id(uses[0].parameter) in whole else placement_of(uses[0])
         spec = spec_of(backend, uses[0], placement, mesh)
         policies = dict(precision=precision, offload=offload, early_all_reduce=early_all_reduce)
-        held.append(Holding(uses, spec, spec.layout, **policies))
-    unit = make_unit(backend, "", modules, held, mesh, reshard_after_forward)
-    for module in modules:
-        unit.add_hooks(cast_around(backend, module, precision))
-    return unit
+        places = lists.get(id(uses[0].parameter), ())
+        held.append(Holding(uses, spec, spec.layout, lists=places, **policies))
+    return make_unit(backend, "", modules, held, mesh, reshard_after_forward, precision)
 
 
 def make_unit(
@@ -79,6 +75,7 @@ def make_unit(
     held: Sequence[Holding],
     mesh: DeviceMesh,
     reshard_after_forward: bool | int | None,
+    precision: MixedPrecisionPolicy,
 ) -> Unit:
     """Shard parameters and hook `modules`."""
     parameters = []
@@ -91,7 +88,7 @@ def make_unit(
             if sharded.parameter is not old:
                 _replaced.set(old, True)
             parameters.append(sharded)
-    unit = Unit(backend, name, modules, parameters, mesh, reshard_after_forward)
+    unit = Unit(backend, name, modules, parameters, mesh, reshard_after_forward, precision)
     add_methods(unit)
     return unit
 
@@ -116,7 +113,9 @@ def restore(backend: Backend, model: Module) -> None:
             layouts.pop(sharded.parameter)
             backend.autograd.forget_gradient(sharded.parameter)
             if _is_split(sharded.layout) or sharded.is_offloaded:
-                backend.modules.replace_parameter(sharded.uses, _whole(backend, sharded))
+                sharded.replace(_whole(backend, sharded))
+            for place in sharded.lists:
+                place.settle()
 
 
 def full_parameters(backend: Backend, model: Module) -> dict[str, np.ndarray]:
@@ -256,22 +255,52 @@ def check_have_values(backend: Backend, chosen: Sequence[Sequence[ParameterUse]]
             )
 
 
-def check_parameters(backend: Backend, module: Module, chosen: Sequence[Sequence[ParameterUse]]) -> None:
-    """Refuse parameters that a module reads past its registry."""
-    names = {}
-    for uses in chosen:
-        names[id(uses[0].parameter)] = uses[0].name
-    for path, owner in backend.modules.named_modules(module):
+def check_parameters(backend: Backend, model: Module, chosen: Sequence[Sequence[ParameterUse]]) -> None:
+    """Refuse parameters that a module reads past its registry, before a plan cuts them."""
+    for name, path, place in _kept_beside(backend, [model], chosen):
+        _refuse_list(name, path, place)
+
+
+def _lists_with(
+    backend: Backend, modules: Sequence[Module], chosen: Sequence[Sequence[ParameterUse]]
+) -> dict[int, list[Listed]]:
+    """The places in lists and tuples beside a registry where a unit shows its parameters too, by the id of each.
+
+    Raises:
+        ConfigError: a tuple whose fields have names.
+    """
+    places: dict[int, list[Listed]] = {}
+    seen: set[tuple[int, str, int]] = set()  # a module may stand in two places
+    for name, path, place in _kept_beside(backend, modules, chosen):
+        if hasattr(place.kind, "_fields"):
+            _refuse_list(name, path, place)
+        key = id(place.owner), place.attribute, place.index
+        if key not in seen:
+            seen.add(key)
+            places.setdefault(id(place.get()), []).append(place)
+    return places
+
+
+def _kept_beside(
+    backend: Backend, modules: Sequence[Module], chosen: Sequence[Sequence[ParameterUse]]
+) -> Iterator[tuple[str, str, Listed]]:
+    """Lists and tuples beside a registry that hold chosen parameters: each with the name of one, and of the module."""
+    names = {id(uses[0].parameter): uses[0].name for uses in chosen}
+    for path, owner in (each for module in modules for each in backend.modules.named_modules(module)):
         for attribute, value in vars(owner).items():
-            if not isinstance(value, (list, tuple)):
-                continue
-            kept = [names[id(item)] for item in value if id(item) in names]
-            if kept:
-                raise ConfigError(
-                    f"fully_shard: {type(owner).__name__} {path or '(the model itself)'} keeps {kept[0]} in the list "
-                    f"{attribute!r}, where it would see the shard; use the parameter's own attribute and drop the "
-                    "list, or leave the parameter out with ignored_params"
-                )
+            if isinstance(value, (list, tuple)):
+                for index, item in enumerate(value):
+                    if id(item) in names:
+                        yield names[id(item)], path, Listed(owner, attribute, index, type(value))
+
+
+def _refuse_list(name: str, path: str, place: Listed) -> NoReturn:
+    kind = place.kind.__name__
+    raise ConfigError(
+        f"{type(place.owner).__name__} {path or '(the model itself)'} keeps the parameter {name} in the {kind} "
+        f"{place.attribute!r}, where it would see a part of it; read it from the parameter's own attribute and drop "
+        f"the {kind}, or leave the parameter out of what fully_shard shards with ignored_params"
+    )
 
 
 def _parameters(backend: Backend, given: Iterable[Parameter], name: str) -> list[Parameter]:

@@ -53,16 +53,23 @@ def _like(value: Any, items: dict) -> Any:
     return other
 
 
-def cast_around(backend: Backend, module: Module, precision: MixedPrecisionPolicy) -> list[HookHandle]:
-    """Hooks that cast what a module is given before anything else sees it, and what it returns after the unit has."""
-    taken, given = precision.input_dtype, precision.output_dtype
-    if taken is None and given is None:
-        return []
+class Casts:
+    """What a policy does to what one module is given and returns."""
 
-    def enter(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return (args, kwargs) if taken is None else cast_all(backend, (args, kwargs), taken)
+    def __init__(self, backend: Backend, precision: MixedPrecisionPolicy):
+        self._backend = backend
+        self._taken, self._given = precision.input_dtype, precision.output_dtype
 
-    def leave(output: Any) -> Any:
-        return output if given is None else cast_all(backend, output, given)
+    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments, cast."""
+        return (args, kwargs) if self._taken is None else cast_all(self._backend, (args, kwargs), self._taken)
 
-    return [backend.modules.around_forward(module, enter, leave)]
+    def leave(self, output: Any) -> Any:
+        """The output, cast."""
+        return output if self._given is None else cast_all(self._backend, output, self._given)
+
+    def around(self, module: Module) -> list[HookHandle]:
+        """Hooks that cast before anything else sees the arguments, and after all else has seen the output."""
+        if self._taken is None and self._given is None:
+            return []
+        return [self._backend.modules.around_forward(module, self.enter, self.leave)]

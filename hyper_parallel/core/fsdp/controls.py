@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, Sequence
+from functools import update_wrapper
+from typing import Any, Callable, Iterable, Sequence
 
 from hyper_parallel.core.backend import Module, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.unit import Unit, check_reshard_after_forward, unit_of, units_of
+from hyper_parallel.core.mesh import MODEL_AXES
 
 
 class FullySharded:
@@ -112,8 +114,10 @@ class FullySharded:
         return None
 
     def reshard(self) -> None:
-        """Free this unit's full parameters now."""
+        """Free this unit's full parameters now. On the outermost unit, after an exception in the forward: let the code
+        around the model see shards again where it has met what stands for them in a forward."""
         self._unit.gathers.free(self._unit)
+        self._unit.forward_ended()
 
     def _units(self, recurse: bool) -> list[Unit]:
         if not recurse:
@@ -174,10 +178,54 @@ def add_methods(unit: Unit) -> None:
 
 
 def remove_methods(unit: Unit) -> None:
-    """Take them away."""
+    """Take them away, and forwards that were made of other methods."""
     for module in unit.modules:
         for name in METHODS:
             vars(module).pop(name, None)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, ForwardMethod):
+                del vars(module)[name]
+                vars(module).update(value.before)
+
+
+class ForwardMethod:
+    """A method of a unit's module that runs as its forward does."""
+
+    def __init__(self, unit: Unit, module: Module, name: str):
+        self._unit, self._module, self._method = unit, module, getattr(module, name)
+        self.before = {name: vars(module)[name]} if name in vars(module) else {}
+        """What it takes the place of in the module's own dictionary."""
+        update_wrapper(self, self._method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit
+        if unit.runs_method:
+            return self._method(*args, **kwargs)
+        args, kwargs = unit.casts.enter(args, kwargs)
+        unit.enter(self._module, args, kwargs)
+        unit.runs_method = True
+        try:
+            output = self._method(*args, **kwargs)
+        finally:
+            unit.runs_method = False
+        unit.leave(self._module, output)
+        return unit.casts.leave(output)
+
+
+def register_forward_method(module: Module, name: str) -> None:
+    """See `hyper_parallel.register_fsdp_forward_method`."""
+    unit, method = unit_of(module), getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}")
+    if unit is None or isinstance(method, ForwardMethod):
+        return
+    cut = [axis for axis in MODEL_AXES if unit.mesh.axis_size(axis) > 1]
+    if cut:
+        raise ConfigError(
+            f"register_fsdp_forward_method: {type(module).__name__} is cut along {cut[0]!r}, and what its plan says of "
+            f"inputs and outputs holds for its forward, not for {name}; call the modules inside of it, or its forward"
+        )
+    vars(module)[name] = ForwardMethod(unit, module, name)
 
 
 def _flag(value: bool) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Callable, Sequence
+from typing import Callable, NamedTuple, Sequence
 
-from hyper_parallel.core.backend import Backend, Group, ParameterUse, Tensor, Work
+from hyper_parallel.core.backend import Backend, Group, Module, ParameterUse, Tensor, Work
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.counts import Counts
 from hyper_parallel.core.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -22,6 +22,34 @@ layouts = IdentityMap()
 def ranks_with_samples(mesh: DeviceMesh) -> int:
     """Ranks whose gradients are averaged: those that see different samples, or other tokens of them."""
     return prod(mesh.axis_size(axis) for axis in (*BATCH_AXES, "context"))
+
+
+class Listed(NamedTuple):
+    """A place in a list or tuple of a module, beside its registry, that holds a parameter. Modules make such lists
+    anew, so it is looked up each time."""
+
+    owner: Module
+    attribute: str
+    index: int
+    kind: type
+
+    def get(self) -> Tensor:
+        """What is there."""
+        return vars(self.owner)[self.attribute][self.index]
+
+    def put(self, tensor: Tensor) -> None:
+        """Put a tensor there. A tuple becomes another one, of no kind of its own: those hold parameters only."""
+        held = vars(self.owner)[self.attribute]
+        if isinstance(held, list):
+            held[self.index] = tensor
+        else:
+            vars(self.owner)[self.attribute] = (*held[: self.index], tensor, *held[self.index + 1 :])
+
+    def settle(self) -> None:
+        """Make it what it was, now that it holds parameters."""
+        held = vars(self.owner)[self.attribute]
+        if type(held) is not self.kind:
+            vars(self.owner)[self.attribute] = self.kind(held)
 
 
 @dataclass(frozen=True)
@@ -42,6 +70,7 @@ class Holding:
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload: OffloadPolicy = OffloadPolicy()
     early_all_reduce: bool = False
+    lists: Sequence[Listed] = ()
 
 
 class ShardedParameter:
@@ -58,6 +87,7 @@ class ShardedParameter:
     def __init__(self, backend: Backend, held: Holding):
         self.spec = spec = held.spec
         self.uses = uses = list(held.uses)
+        self.lists = tuple(held.lists)
         self.layout = held.layout
         self.shown = held.shown
         self.full_dtype = held.precision.full_dtype(spec.dtype)
@@ -85,26 +115,17 @@ class ShardedParameter:
             numel = spec.sent_numel(self._exact) if self._direct else spec.numel
             self._buffer = self._tensors.empty((numel,), self.full_dtype)
             self.free()
+        self.is_gathered = self._buffer is not None
+        """Modules see a buffer that is filled and emptied, not the parameter's own memory."""
+        self.is_reduced = spec.pieces > 1 or self.sum_group.size > 1 or self.divisor > 1
+        """Its gradient takes more than what autograd does."""
+        self.needs_unit = self.is_gathered or self.is_reduced
+        """It is right in a forward of its unit only, which gathers it or takes its gradient."""
 
     @property
     def is_served(self) -> bool:
         """False for what modules read, and autograd serves, as it is: there is nothing to gather, reduce or follow."""
         return self.needs_unit or self.shown is not None
-
-    @property
-    def is_gathered(self) -> bool:
-        """Tell whether modules see a buffer that is filled and emptied, not the parameter's own memory."""
-        return self._buffer is not None
-
-    @property
-    def needs_unit(self) -> bool:
-        """Tell whether it is right in a forward of its unit only, which gathers it or takes its gradient."""
-        return self.is_reduced or self.is_gathered
-
-    @property
-    def is_reduced(self) -> bool:
-        """Tell whether the gradient takes more than what autograd does."""
-        return self.spec.pieces > 1 or self.sum_group.size > 1 or self.divisor > 1
 
     def as_shown(self, full: Tensor) -> Tensor:
         """What modules see in the place of the full parameter."""
@@ -255,9 +276,15 @@ class ShardedParameter:
         held = (self._modules.registered(use.owner, use.attribute) for use in self.uses)
         if local is not self.parameter or any(each is not local for each in held):
             layouts.pop(self.parameter)
-            self.parameter = self._modules.replace_parameter(self.uses, local)
-            self.uses = [use._replace(parameter=self.parameter) for use in self.uses]
+            self.replace(local)
         layouts.set(self.parameter, self.layout)
+
+    def replace(self, local: Tensor) -> None:
+        """Let modules hold another tensor, of any shape, as the parameter."""
+        self.parameter = self._modules.replace_parameter(self.uses, local)
+        self.uses = [use._replace(parameter=self.parameter) for use in self.uses]
+        for place in self.lists:
+            place.put(self.parameter)
 
     def _at_rest(self, parameter: Tensor) -> Tensor:
         """This rank's part of a whole parameter, where and as it is to lie between steps."""

@@ -31,7 +31,7 @@ class BackendRuntime:
         with self._backend.autograd.no_grad():
             for each in unit.parameters:
                 if not each.is_usable():
-                    each.require_usable(".".join(filter(None, (unit.name, each.uses[0].name))))
+                    each.require_usable(unit.full_name(each))
             self._gathering[unit] = [each.issue_gather(unit.shard_group) for each in unit.parameters]
 
     def wait_gather(self, unit: Unit) -> None:
@@ -42,14 +42,14 @@ class BackendRuntime:
 
     def shrink(self, unit: Unit) -> None:
         """As `free`, but for a part of each parameter."""
-        unit.hide()
+        unit.sight.hide()
         with self._backend.autograd.no_grad():
             for each in unit.parameters:
                 each.shrink(unit.part_group)
 
     def free(self, unit: Unit) -> None:
         """Let modules see the shards again, and empty the buffers."""
-        unit.hide()
+        unit.sight.hide()
         for each in unit.parameters:
             each.free()
 

@@ -275,9 +275,11 @@ class Schedule:
         if self.settings.is_last_backward:
             self._issue_rest()
         self._runtime.end_pass()
-        if self.settings.is_last_backward:
-            self._drain()
-        self.gathers.after_backward()
+        try:
+            if self.settings.is_last_backward:
+                self._drain()
+        finally:  # a hook of the user's may raise
+            self.gathers.after_backward()
         self._forget_backward()
 
     def adopt(self, other: Schedule) -> None:
@@ -305,8 +307,8 @@ class Schedule:
 
     def _drain(self) -> None:
         self._issue_rest()
-        parked, self._parked = self._parked, []
-        for reduction in parked:
+        while self._parked:
+            reduction = self._parked.pop(0)
             self._runtime.wait_all_reduce(reduction)
             self._runtime.settle(reduction)
 

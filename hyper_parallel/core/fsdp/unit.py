@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
-from hyper_parallel.core.backend import NO_COPY, Backend, Group, HookHandle, Module, Tensor
+from hyper_parallel.core.backend import NO_COPY, Backend, Group, Module, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.accumulation import Kept
+from hyper_parallel.core.fsdp.call import Call
+from hyper_parallel.core.fsdp.casting import Casts
 from hyper_parallel.core.fsdp.gathers import Gathers
 from hyper_parallel.core.fsdp.ordered import OrderedRuntime
 from hyper_parallel.core.fsdp.parameter import ShardedParameter, ranks_with_samples
+from hyper_parallel.core.fsdp.policy import MixedPrecisionPolicy
 from hyper_parallel.core.fsdp.reduction import Arranged, UnitReduction, arrange
 from hyper_parallel.core.fsdp.runtime import BackendRuntime
 from hyper_parallel.core.fsdp.schedule import Schedule, Settings
+from hyper_parallel.core.fsdp.sight import Sight, guards
 from hyper_parallel.core.fsdp.trace import show_in_profiler
 from hyper_parallel.core.mesh import DeviceMesh
 
@@ -37,13 +40,15 @@ class Unit:
         parameters: Sequence[ShardedParameter],
         mesh: DeviceMesh,
         reshard_after_forward: bool | int | None,
+        precision: MixedPrecisionPolicy,
     ):
         self.backend = backend
         self.name = name
         self.modules = list(modules)
         self._is_single = len(self.modules) == 1
         self.parameters = list(parameters)
-        self._served = [each for each in parameters if each.is_served]
+        self.served = [each for each in parameters if each.is_served]
+        """The parameters whose gradients it takes, and which it shows."""
         self.mesh = mesh
         self.shard_group: Group = backend.collectives.groups(mesh.groups(("shard",)))
         self.part_group: Group | None = None
@@ -67,18 +72,26 @@ class Unit:
         self._schedule: Schedule | None = None
         self.has_root = False
         self._below: list[Unit] | None = None  # all units of the tree, on the root only
-        self._calls: list[_Call | None] = []  # running forwards, innermost last; None where nothing is recorded
+        self._calls: list[Call | None] = []  # running forwards, innermost last; None where nothing is recorded
         self._still_to_run: list[Module] = []  # of several modules, those that this pass has not come to
-        self._call_of_pass: _Call | None = None
+        self._call_of_pass: Call | None = None
         self._attached: tuple[list[ShardedParameter], list[Tensor]] | None = None
         self.is_detached = False
+        self.casts = Casts(backend, precision)
+        self.runs_method = False
+        """A method runs that `register_fsdp_forward_method` has made a forward."""
         self.reshard_after_forward: bool | int | None = None
         self.set_reshard_after_forward(reshard_after_forward)
+        self.sight = Sight(self)
         self._hooks = []
         for module in self.modules:
-            self._hooks.append(backend.modules.before_forward(module, partial(self._enter, module)))
-            self._hooks.append(backend.modules.after_forward(module, partial(self._leave, module)))
+            self._hooks.append(backend.modules.before_forward(module, partial(self.enter, module)))
+            self._hooks.append(backend.modules.after_forward(module, partial(self.leave, module)))
+            self._hooks += self.casts.around(module)
             vars(module)[_ATTRIBUTE] = self
+        below = (each for module in self.modules for each in units_of(backend, module))
+        self._hooks += guards(self, has_inner_units=any(each is not self for each in below))
+        self.sight.watch(self.trainable())
 
     @property
     def schedule(self) -> Schedule:
@@ -103,7 +116,7 @@ class Unit:
 
     def trainable(self) -> list[ShardedParameter]:
         """The parameters whose gradients the unit takes, as they are now."""
-        return [each for each in self._served if self.backend.modules.is_trainable(each.parameter)]
+        return [each for each in self.served if self.backend.modules.is_trainable(each.parameter)]
 
     def arranged(self, parameters: Sequence[ShardedParameter]) -> list[Arranged]:
         """The buffers in which some of its parameters are reduced."""
@@ -115,7 +128,7 @@ class Unit:
 
     def serve_all(self) -> None:
         """Take the gradients of all parameters, also of those that autograd could be left alone with."""
-        self._served = self.parameters
+        self.served = self.parameters
 
     def set_reshard_after_forward(self, asked: bool | int | None) -> None:
         """See `hyper_parallel.fully_shard`; None is for the root to decide. Called by every rank."""
@@ -132,13 +145,25 @@ class Unit:
             parts = [group[start : start + asked] for group in groups for start in range(0, size, asked)]
             self.part_group = self.backend.collectives.groups(parts)
 
+    @property
+    def called(self) -> str:
+        """Its modules, for messages."""
+        kinds = ", ".join(self.backend.modules.class_name(module) for module in self.modules)
+        return f"{kinds} {self.name}" if self.name else kinds
+
+    def full_name(self, parameter: ShardedParameter) -> str:
+        """The name of a parameter in the model, as far as the unit knows its own."""
+        name = parameter.uses[0].name
+        return name if not self.name or name.startswith(f"{self.name}.") else f"{self.name}.{name}"
+
+    def forward_ended(self) -> None:
+        """The forward of the tree has ended, if this unit is its root: code around the model may see shards."""
+        for unit in self._below or ():
+            unit.sight.forward_ends()
+
     def is_gathered(self) -> bool:
         """Tell whether the full parameters are in memory."""
         return self.gathers.is_readable(self)
-
-    def add_hooks(self, hooks: Iterable[HookHandle]) -> None:
-        """Take hooks away together with the unit's own."""
-        self._hooks += hooks
 
     def _free(self) -> None:
         if self._schedule is not None:
@@ -148,7 +173,7 @@ class Unit:
         """Take the hooks away; the parameters stay as they are."""
         self.is_detached = True
         self._free()
-        self.hide()
+        self.sight.end()
         for hook in self._hooks:
             hook.remove()
         for module in self.modules:
@@ -191,26 +216,33 @@ class Unit:
             runtime = OrderedRuntime(self.backend, runtime, units, self.mesh.ranks)
         return Schedule(runtime, self.settings)
 
-    def _enter(self, module: Module, args: tuple, kwargs: dict) -> None:
+    def enter(self, module: Module, args: tuple, kwargs: dict) -> None:
+        """The forward of one of its modules begins."""
+        if self.runs_method:  # which is one call of the unit, whatever it calls
+            return
         schedule = self.schedule
         if self._below is not None and not self.backend.autograd.in_backward():
             show_in_profiler(self.backend, schedule)
             broken = schedule.before_root_forward()
             for unit in self._below:
                 unit.reset(broken)
+                unit.sight.forward_begins()
         if self._is_single or not self._still_to_run:
             self._still_to_run, self._call_of_pass = list(self.modules), None
             schedule.before_forward(self)
         else:
             schedule.gathers.have(self)
-        recording = bool(self._served) and self.backend.autograd.grad_enabled()
+        recording = bool(self.served) and self.backend.autograd.grad_enabled()
         if recording and self._call_of_pass is None:
             # Where nothing is gathered there is no memory to give back when the inputs are reached.
-            self._call_of_pass = _Call(self, (args, kwargs) if self._is_gathered else ())
+            self._call_of_pass = Call(self, (args, kwargs) if self._is_gathered else ())
         self._calls.append(self._call_of_pass if recording else None)
         self.show()
 
-    def _leave(self, module: Module, output: Any) -> None:
+    def leave(self, module: Module, output: Any) -> None:
+        """It has come to its end."""
+        if self.runs_method:
+            return
         if not self._calls:
             raise ConfigError(
                 f"{type(module).__name__} calls itself, which the module of the outermost unit must not do; "
@@ -226,6 +258,7 @@ class Unit:
                 if unit._still_to_run:
                     unit._finish_pass(unit._call_of_pass is not None, watched=True)
             self.schedule.after_root_forward(self.backend.autograd.grad_enabled())
+            self.forward_ended()
 
     def _finish_pass(self, recording: bool, watched: bool) -> None:
         self._still_to_run = []
@@ -238,22 +271,9 @@ class Unit:
         """
         parameters, tensors = self._recorded()
         seen = dict(zip(map(id, parameters), tensors))
-        for each in self._served:
-            tensor = seen[id(each)] if id(each) in seen else each.as_shown(each.full())
-            for use in each.uses:
-                if self.backend.modules.registered(use.owner, use.attribute) is not each.parameter:
-                    raise ConfigError(
-                        f"the parameter {use.name} was replaced after it had been sharded; "
-                        "copy values into it instead, or restore the model first"
-                    )
-                # Python looks an attribute up here before it asks the module for its registered parameter.
-                vars(use.owner)[use.attribute] = tensor
-
-    def hide(self) -> None:
-        """Let modules see the shards again."""
-        for parameter in self._served:
-            for use in parameter.uses:
-                vars(use.owner).pop(use.attribute, None)
+        self.sight.show(
+            [(each, seen[id(each)] if id(each) in seen else each.as_shown(each.full())) for each in self.served]
+        )
 
     def _recorded(self) -> tuple[list[ShardedParameter], list[Tensor]]:
         """What is trainable now, as it is shown, with a history.
@@ -279,6 +299,7 @@ class Unit:
             def reduce(gradients: list[Tensor | None]) -> Iterable[Tensor]:
                 return self._reduce(trainable, gradients)
 
+            self.sight.watch(trainable)
             fulls = [each.full() for each in trainable]
             tensors = self.backend.autograd.attach([each.parameter for each in trainable], fulls, reduce)
             self._attached = trainable, [each.as_shown(tensor) for each, tensor in zip(trainable, tensors)]
@@ -298,43 +319,6 @@ class Unit:
                 f"the model was restored between the forward and the backward of {self.name or 'its outermost unit'}; "
                 "run the forward again"
             )
-
-
-class _Call:
-    """One recorded call of a unit's module, from its inputs to the gradients of its inputs.
-
-    A graph that is kept can be run backward again, so what is counted belongs to one backward pass.
-    """
-
-    def __init__(self, unit: Unit, inputs: Any):
-        self._unit = unit
-        self._backward: int | None = None  # the pass in which an output was reached
-        watched = [each for each in _tensors_in(unit.backend, inputs) if unit.backend.autograd.requires_grad(each)]
-        self._inputs = self._missing = len(watched)
-        for tensor in watched:
-            unit.backend.autograd.on_gradient(tensor, self._input_done)
-
-    def watch_outputs(self, outputs: Any) -> bool:
-        """Hear of the first gradient that reaches an output; False when there is no tensor to watch."""
-        tensors = list(_tensors_in(self._unit.backend, outputs))
-        for tensor in tensors:
-            if self._unit.backend.autograd.requires_grad(tensor):
-                self._unit.backend.autograd.on_gradient(tensor, self._output_reached)
-        return bool(tensors)
-
-    def _output_reached(self) -> None:
-        self._unit.check_attached()
-        schedule = self._unit.schedule
-        if self._backward != schedule.backward_number:
-            self._backward, self._missing = schedule.backward_number, self._inputs
-            schedule.before_backward(self._unit)
-            if self._unit.is_gathered():
-                self._unit.show()
-
-    def _input_done(self) -> None:
-        self._missing -= 1
-        if self._missing == 0 and self._backward == self._unit.schedule.backward_number:
-            self._unit.schedule.after_backward(self._unit)
 
 
 def check_reshard_after_forward(asked: bool | int | None, size: int) -> None:
@@ -378,22 +362,3 @@ def units_of(backend: Backend, module: Module) -> Iterator[Unit]:
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
             yield unit
-
-
-def _tensors_in(backend: Backend, tree: Any) -> Iterator[Tensor]:
-    """The tensors of a nest of tuples, lists, mappings and dataclasses, each once."""
-    seen: set[int] = set()
-    waiting = [tree]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if backend.tensors.is_tensor(value):
-            yield value
-        elif isinstance(value, Mapping):
-            waiting.extend(value.values())
-        elif isinstance(value, (tuple, list)):
-            waiting.extend(value)
-        elif is_dataclass(value) and not isinstance(value, type):
-            waiting.extend(getattr(value, each.name, None) for each in fields(value))
