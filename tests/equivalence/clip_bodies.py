@@ -3,7 +3,10 @@
 import numpy as np
 
 import hyper_parallel as hp
+from tests.equivalence.fsdp_bodies import shard
 from tests.equivalence.scales import build, values
+from tests.equivalence.toy import ToyConfig, batch
+from tests.equivalence.toy import build as build_toy
 
 
 def mixed(backend, max_norm):
@@ -49,6 +52,20 @@ def mixed(backend, max_norm):
         dtype = backend.tensors.dtype_name(gradient)
         errors[dtype] = max(errors.get(dtype, 0.0), float(error))
     return norm, wanted, errors
+
+
+def huge(backend, exponent):
+    """Gradients times a power of two, which changes nothing but exponents. Returns the norm over the same power, and
+    that of the gradients as they were; and whether clipping has brought the former to half of the latter."""
+    config = ToyConfig()
+    model, loss = build_toy(backend, config)
+    shard(model, hp.DeviceMesh((2,), ("shard",)))
+    gradients = hp.value_and_grad(loss, [p for _, p in hp.trainable_parameters(model)])(batch(backend, config, 0))[1]
+    wanted = hp.clip_grad_norm_(model, gradients, float("inf"))
+    for each in gradients:
+        backend.tensors.scale_(each, 2.0**exponent)
+    found = hp.clip_grad_norm_(model, gradients, wanted / 2)
+    return found / 2.0**exponent, wanted, hp.clip_grad_norm_(model, gradients, float("inf")) / (wanted / 2)
 
 
 def _model(backend):

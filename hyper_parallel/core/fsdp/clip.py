@@ -11,6 +11,7 @@ from hyper_parallel.core.backend import Backend, Group, Module, Parameter, Tenso
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.unit import units_of
 from hyper_parallel.core.layout import Layout
+from hyper_parallel.core.peers import gathered
 from hyper_parallel.core.placement import Replicate
 
 
@@ -66,6 +67,7 @@ def _cut_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def _sum(backend: Backend, value: float, group: Group) -> float:
-    total = backend.tensors.from_numpy(np.array([value], dtype=np.float32))
-    backend.collectives.all_reduce(total, group)
-    return float(backend.tensors.to_numpy(total)[0])
+    """The sum over a group, in rank order. A square of what float32 holds need not be one that it holds, and not every
+    device adds up float64: so its bytes travel."""
+    bits = np.array([value], dtype=np.float64).view(np.int64)
+    return float(gathered(backend, bits, group).view(np.float64).sum())
