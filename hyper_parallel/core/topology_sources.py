@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Mapping
 
 from hyper_parallel.core.backend import Backend
@@ -64,23 +64,43 @@ def topology_of(backend: Backend) -> Topology | None:
     return _known.get(backend.collectives.world())
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """A `shard` axis that crosses supernodes: in words, and the mesh that shards inside them and replicates between
+    them, where there is one."""
+
+    words: str
+    inside: DeviceMesh | None
+
+
+def crossing_of(topology: Topology | None, mesh: DeviceMesh) -> Crossing | None:
+    """What is wrong with the `shard` axis of a mesh; None where it stays inside supernodes, or nobody knows them."""
+    if topology is None or topology.axis_tier(mesh, ("shard",)) == FAST:
+        return None
+    group = next(each for each in mesh.groups(("shard",)) if topology.tier(each) != FAST)
+    homes = sorted({topology.supernodes[rank] for rank in group})
+    words = (
+        f"the axis 'shard' of the mesh {mesh} crosses supernodes: its ranks {_short(group)} are in "
+        f"the supernodes {_short(homes)} ({topology}), so that every parameter would travel over slow links in each "
+        "forward and backward"
+    )
+    return Crossing(words, _inside_supernodes(topology, mesh))
+
+
 def check_shard_axis(topology: Topology | None, mesh: DeviceMesh, allowed: bool, where: str) -> None:
     """Refuse a mesh whose `shard` axis crosses supernodes, unless that is `allowed`.
 
     Raises:
         ConfigError: it does; says what to write instead.
     """
-    if allowed or topology is None or topology.axis_tier(mesh, ("shard",)) == FAST:
+    crossing = None if allowed else crossing_of(topology, mesh)
+    if crossing is None:
         return
-    group = next(each for each in mesh.groups(("shard",)) if topology.tier(each) != FAST)
-    homes = sorted({topology.supernodes[rank] for rank in group})
-    inside = _inside_supernodes(topology, mesh)
+    inside = crossing.inside
     instead = "" if inside is None else f"shard inside supernodes and replicate between them, mesh={inside!r}, or "
     raise ConfigError(
-        f"{where}: the axis 'shard' of the mesh {mesh} crosses supernodes: its ranks {_short(group)} are in "
-        f"the supernodes {_short(homes)} ({topology}), so that every parameter would travel over slow links in each "
-        f"forward and backward. Write {instead}allow_shard_across_supernodes=True if the model needs the memory of "
-        "them all; if those links are fast, tell so: initialize(topology=...)"
+        f"{where}: {crossing.words}. Write {instead}allow_shard_across_supernodes=True if the model needs the memory "
+        "of them all; if those links are fast, tell so: initialize(topology=...)"
     )
 
 

@@ -22,10 +22,12 @@ _AT_LEAST_0 = {"at_least": 0}
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the ranks are arranged: `replicate` copies of the model, each over `shard` ranks."""
+    """How the ranks are arranged: `replicate` copies of the model, each over `shard` ranks, which share a supernode
+    unless `allow_shard_across_supernodes`."""
 
     replicate: int = field(default=1, metadata=_POSITIVE)
     shard: int = field(default=1, metadata=_POSITIVE)
+    allow_shard_across_supernodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a training run."""
+    """Everything that decides a training run.
+
+    `topology` is a file that says where ranks sit, as `hyper_parallel.initialize` takes it; null asks the environment.
+    """
 
     backend: Literal["mindspore", "torch"]
     ranks: int = field(metadata=_POSITIVE)
@@ -112,6 +117,7 @@ class Config:
     data: DataConfig
     optimizer: OptimizerConfig
     train: TrainConfig
+    topology: str | None = None
 
     @property
     def sequences_per_rank(self) -> int:
@@ -127,7 +133,8 @@ class Config:
 def load_config(path: str | Path, overrides: Sequence[str] = (), backend: str | None = None) -> Config:
     """The settings of the YAML file `path`, changed by `key=value` overrides and then by `backend`.
 
-    A relative `data.path` counts from the file that it stands in, or, in an override, from the working directory.
+    A relative `data.path` or `topology` counts from the file that it stands in, or, in an override, from the working
+    directory.
     Raises one `ConfigError` that names every mistake: unknown keys with the nearest valid one, wrong types and
     bounds, missing keys, and combinations that can't be.
     """
@@ -144,15 +151,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), backend: str | 
 
 
 def _anchored(entries: dict[str, Entry], base: Path) -> dict[str, Entry]:
-    entry = entries.get("data.path")
-    if entry is None:
-        return entries
+    def absolute(value: object) -> object:
+        if isinstance(value, list):
+            return [absolute(item) for item in value]
+        return os.path.abspath(base / os.path.expanduser(value)) if isinstance(value, str) else value
 
-    def absolute(text: object) -> object:
-        return os.path.abspath(base / os.path.expanduser(text)) if isinstance(text, str) else text
-
-    value = [absolute(item) for item in entry.value] if isinstance(entry.value, list) else absolute(entry.value)
-    return {**entries, "data.path": Entry(value, entry.origin)}
+    paths = {key: entries[key] for key in ("data.path", "topology") if key in entries}
+    return entries | {key: Entry(absolute(each.value), each.origin) for key, each in paths.items()}
 
 
 def data_paths(config: DataConfig) -> list[Path]:
@@ -238,4 +243,7 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> list[str]:
 
 def _data_problems(config: Config) -> list[str]:
     missing = [path for path in data_paths(config.data) if not path.exists()]
-    return [f"data.path: there is no file or directory {path}" for path in missing]
+    problems = [f"data.path: there is no file or directory {path}" for path in missing]
+    if config.topology is not None and not os.path.isfile(config.topology):
+        problems.append(f"topology: there is no file {config.topology}")
+    return problems

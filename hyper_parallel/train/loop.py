@@ -15,6 +15,7 @@ from hyper_parallel import (
     NorMuon,
     clip_grad_norm_,
     full_parameters,
+    initialize,
     parallelize,
     plan,
     trainable_parameters,
@@ -23,6 +24,8 @@ from hyper_parallel.backends import load
 from hyper_parallel.core.backend import Backend, Launch, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.plan.plan import ShardingPlan
+from hyper_parallel.core.topology import Topology
+from hyper_parallel.core.topology_sources import crossing_of
 from hyper_parallel.models.weights import initial_weights
 from hyper_parallel.train.config import Config, OptimizerConfig, data_paths
 from hyper_parallel.train.data import Batch, Corpus, Sampler, Windows, read_corpus
@@ -37,12 +40,13 @@ def train(config: Config, launch: Launch, run_dir: Path | None, screen: Screen) 
 
     The run folder appears when the model has been sharded and the text read, so that a mistake leaves none behind.
     """
+    topology = initialize(config.backend, launch, config.topology)
+    _check_mesh(config, topology)
     backend = load(config.backend)
-    backend.collectives.initialize(launch)
     corpus = _read_text(config, backend)
     trainer = Trainer(config, backend, corpus)
     folder = RunFolder.create(run_dir, config, trainer.plan) if backend.collectives.rank() == 0 else None
-    _introduce(screen, trainer, corpus, folder)
+    _introduce(screen, topology, trainer, corpus, folder)
     screen.begin(config.train.steps)
     try:
         for step in range(config.train.steps):
@@ -69,10 +73,9 @@ def _read_text(config: Config, backend: Backend) -> Corpus:
     return corpus
 
 
-def _introduce(screen: Screen, trainer: Trainer, corpus: Corpus, folder: RunFolder | None) -> None:
+def _introduce(screen: Screen, topology: Topology, trainer: Trainer, corpus: Corpus, folder: RunFolder | None) -> None:
     backend, sampler = trainer.backend, trainer.sampler
-    ranks = backend.collectives.world_size()
-    screen.say(f"{backend.name}, {ranks} rank{'s' if ranks > 1 else ''}")
+    screen.say(f"{backend.name}, {topology}")
     screen.say(trainer.plan.summary())
     unreadable = f", {len(corpus.unreadable)} unreadable left out" if corpus.unreadable else ""
     screen.say(
@@ -195,9 +198,28 @@ def _sharded_model(config: Config, backend: Backend) -> tuple[Any, ShardingPlan]
     """The decoder with its initial weights, sharded over the mesh."""
     decoder = importlib.import_module(f"hyper_parallel.models.{backend.name}_decoder").Decoder(config.model)
     backend.modules.load_parameters(decoder, initial_weights(config.model, config.train.seed))
-    mesh = DeviceMesh((config.mesh.replicate, config.mesh.shard), ("replicate", "shard"))
-    sharding = plan(decoder, mesh)
-    return parallelize(decoder, sharding), sharding
+    sharding = plan(decoder, _mesh(config))
+    allowed = config.mesh.allow_shard_across_supernodes
+    return parallelize(decoder, sharding, allow_shard_across_supernodes=allowed), sharding
+
+
+def _mesh(config: Config) -> DeviceMesh:
+    return DeviceMesh((config.mesh.replicate, config.mesh.shard), ("replicate", "shard"))
+
+
+def _check_mesh(config: Config, topology: Topology) -> None:
+    """Refuse what `parallelize` would, in the words of the settings, before the text is read."""
+    crossing = None if config.mesh.allow_shard_across_supernodes else crossing_of(topology, _mesh(config))
+    if crossing is None:
+        return
+    sizes, inside = "", crossing.inside
+    if inside is not None:
+        replicate, shard = inside.axis_size("replicate"), inside.axis_size("shard")
+        sizes = f"mesh.replicate: {replicate} and mesh.shard: {shard}, which shards inside supernodes, or "
+    raise ConfigError(
+        f"mesh.shard: {crossing.words}. Write {sizes}mesh.allow_shard_across_supernodes: true if the model needs the "
+        "memory of them all; if those links are fast, tell so in a file that topology: names"
+    )
 
 
 def _optimizer(optimizer: OptimizerConfig, backend: Backend, model: Any, parameters: Sequence[Parameter]) -> Any:

@@ -106,6 +106,19 @@ def test_the_comparison_finds_that_both_backends_agree(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "config" / "loss.png").exists()
 
 
+def test_shards_stay_inside_the_supernodes_that_a_file_tells_of(tmp_path: Path) -> None:
+    project = runs.write_project(tmp_path)
+    (tmp_path / "pods.yaml").write_text("{'0': first, '1': second}")
+    options = "--backend=torch", *runs.sizes(1, 2), "--set", "train.steps=1", "--set", "topology=pods.yaml"
+    ended = runs.run("train", project, *options, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "mesh.shard: the axis 'shard' of the mesh" in ended.stderr and "crosses supernodes" in ended.stderr
+    assert "Write mesh.replicate: 2 and mesh.shard: 1, which shards inside supernodes" in ended.stderr
+    ended = runs.run("train", project, *options, "--set", "mesh.allow_shard_across_supernodes=true", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "torch, 2 ranks on 2 machines in 2 supernodes" in ended.stdout
+
+
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path, backend_name: str) -> None:
     with runs.Training(backend_name, runs.write_project(tmp_path)) as training:
         assert sorted(training.ranks) == [0, 1, 2, 3]
