@@ -126,6 +126,12 @@ def test_every_setting_is_described_with_its_default():
     assert described == {key: defaults.get(key, "required") for key in keys_of(Config)}
 
 
+def test_every_test_that_a_page_names_exists():
+    tests = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named and not {name for name in named if f"def {name}(" not in tests}
+
+
 def test_both_readmes_show_the_same_code():
     english, chinese = (re.findall(r"^```.*?^```", page.read_text(), re.M | re.S) for page in PAGES[:2])
     without_comments = [[re.sub(r"\s*#.*", "", block) for block in blocks] for blocks in (english, chinese)]

@@ -247,6 +247,28 @@ def test_after_an_exception_anywhere_the_next_step_starts_afresh(steps, asked, f
     nothing_is_left(engine)
 
 
+def test_what_raises_while_gradients_are_handed_over_leaves_nothing_gathered_and_nothing_in_flight():
+    """As a user's hook may."""
+    engine, model = flat(layers="12")
+    engine.forward(model)
+    settle = engine.runtime.settle
+
+    def refuse(reduction):
+        engine.runtime.settle = settle
+        raise Interrupted
+
+    engine.runtime.settle = refuse
+    with pytest.raises(Interrupted):
+        engine.backward(model)
+    engine.interrupt()
+    assert not engine.runtime.buffers
+    engine.forward(model)
+    assert sum(event.startswith("issue AR") - event.startswith("wait AR") for event in engine.events) == 0
+    engine.events.clear()
+    engine.backward(model)
+    reduced_once(engine, model)
+
+
 @settings(deadline=None, max_examples=40)
 @given(programs(), depths, st.sampled_from(["none", "scatter"]), st.booleans())
 def test_accumulation_uses_the_slow_tier_once_and_hands_over_once(steps, asked, kind, last_only):
