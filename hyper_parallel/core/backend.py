@@ -408,6 +408,9 @@ class Autograd(Protocol):
         """Call `callback` when a gradient comes to a trainable parameter otherwise than by `attach` and `deliver`:
         before it gets there, or before `value_and_grad` returns it."""
 
+    def follows_casts(self) -> bool:
+        """Tell whether gradients have the dtype that a parameter was cast to, not that with which it was made."""
+
     def queue_final_callback(self, callback: Callable[[], None]) -> None:
         """Inside backward only: call back once all gradients are complete, before backward returns."""
 

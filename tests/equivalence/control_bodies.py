@@ -229,10 +229,46 @@ def restored_while_unsharding(backend):
         return tuple(block.up.shape), abs(values[0] - values[1]), str(error)
 
 
-def cast_since(backend):
-    """What the forward says of a model that has been cast after it was sharded; PyTorch casts in place."""
+def cast_since(backend, sizes):
+    """A model that is cast after it was sharded, before a step and after one, beside one that is sharded when it was
+    cast. Returns whether gradients are the same bits, their dtypes, and what is said where gradients are kept."""
+    config, models, same = ToyConfig(), [], []
+    for cast_first in (True, False):
+        model, loss = build(backend, config)
+        if cast_first:
+            backend.modules.convert(model, "float32")
+        shard(model, hp.DeviceMesh.from_sizes(sizes))
+        models.append((model, lambda x, loss=loss: loss(x).mean()))
+    (wanted, wanted_loss), (model, loss) = models
+
+    for dtype in ("float32", "float64", "float32"):
+        backend.modules.convert(model, dtype)
+        x = backend.tensors.from_numpy(backend.tensors.to_numpy(batch(backend, config, 0)), dtype)
+        gradients = gradients_of(backend, hp.trainable_parameters(model), loss, x)
+        if dtype == "float32":
+            others = gradients_of(backend, hp.trainable_parameters(wanted), wanted_loss, x)
+            pairs = zip(gradients, others)
+            same += [np.array_equal(*map(backend.tensors.to_numpy, pair)) for pair in pairs]
+        dtypes = {backend.tensors.dtype_name(each) for each in gradients}
+        assert dtypes == {dtype}, dtypes
+        for _, parameter in hp.trainable_parameters(model):
+            backend.autograd.forget_gradient(parameter)
+    model.set_requires_gradient_sync(False)
+    gradients_of(backend, hp.trainable_parameters(model), loss, x)
+    backend.modules.convert(model, "float64")
+    try:
+        loss(batch(backend, config, 0))
+    except hp.ConfigError as error:
+        return same, str(error)
+
+
+def cast_refused(backend):
+    """What the forward says of a model that MindSpore has cast in place after it was sharded."""
+    import mindspore
+
     config, model, loss, _, _ = built(backend)
-    model.float()
+    for use in backend.modules.parameter_uses(model):
+        use.parameter.set_dtype(mindspore.float32)
     try:
         loss(batch(backend, config, 0))
     except hp.ConfigError as error:

@@ -78,9 +78,16 @@ def test_what_is_restored_is_not_unsharded_any_more(pool, backend_name):
         assert "the model was restored" in message
 
 
-def test_a_model_that_was_cast_since_says_what_to_do_instead(pool):
-    for message in pool("torch", 2).run(f"{BODIES}:cast_since"):
-        assert "has been cast from float64 to float32 since fully_shard; cast the model before" in message
+@pytest.mark.parametrize("sizes", [FSDP, HSDP], ids=str)
+def test_a_model_may_be_cast_between_steps(pool, sizes):
+    for same, message in pool("torch", ranks_of(sizes)).run(f"{BODIES}:cast_since", sizes):
+        assert len(same) > 10 and all(same)
+        assert "has been cast from float32 to float64 since fully_shard, while gradients of it are" in message
+
+
+def test_a_model_whose_gradients_do_not_follow_says_so(pool):
+    for message in pool("mindspore", 2).run(f"{BODIES}:cast_refused"):
+        assert "has been cast from float64 to float32 since fully_shard, which gradients of this framework" in message
 
 
 def test_gradients_are_divided_and_handled_as_the_user_says(pool, backend_name):

@@ -226,6 +226,11 @@ def _check_leaves(parameters: Sequence[Parameter], gradients: Sequence[Tensor], 
             watch.callback()
 
 
+def follows_casts() -> bool:
+    """See `core.backend.Autograd`."""
+    return False
+
+
 def queue_final_callback(callback: Callable[[], None]) -> None:
     """See `core.backend.Autograd`. Runs before `value_and_grad` returns; what it changes in place is seen there.
 

@@ -183,6 +183,11 @@ def watch_leaf(parameter: Parameter, callback: Callable[[], None]) -> HookHandle
     return parameter.register_hook(lambda gradient: callback())
 
 
+def follows_casts() -> bool:
+    """See `core.backend.Autograd`."""
+    return True
+
+
 def queue_final_callback(callback: Callable[[], None]) -> None:
     """See `core.backend.Autograd`. The engine's own queue, as PyTorch's DDP and FSDP use it."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

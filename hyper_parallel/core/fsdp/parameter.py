@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Callable, NamedTuple, Sequence
 
@@ -90,8 +90,7 @@ class ShardedParameter:
         self.lists = tuple(held.lists)
         self.layout = held.layout
         self.shown = held.shown
-        self.full_dtype = held.precision.full_dtype(spec.dtype)
-        self.reduced_dtype = held.precision.reduced_dtype(spec.dtype)
+        self._precision = held.precision
         self.offload = held.offload
         self.early_all_reduce = held.early_all_reduce
         self.divisor = ranks_with_samples(spec.layout.mesh)
@@ -110,6 +109,15 @@ class ShardedParameter:
         # The pieces of a leading dim lie in the buffer as they came, with the padding behind the full parameter.
         fits = self._exact or spec.is_even or self._tensors.reads_parts_in_place()
         self._direct = spec.dim == 0 and fits
+        self.is_reduced = spec.pieces > 1 or self.sum_group.size > 1 or self.divisor > 1
+        """Its gradient takes more than what autograd does."""
+        self._choose_dtypes()
+
+    def _choose_dtypes(self) -> None:
+        """What follows from the dtype of the shard."""
+        spec = self.spec
+        self.full_dtype = self._precision.full_dtype(spec.dtype)
+        self.reduced_dtype = self._precision.reduced_dtype(spec.dtype)
         self._buffer: Tensor | None = None
         if not (spec.is_whole and self.full_dtype == spec.dtype and not self.is_offloaded):
             numel = spec.sent_numel(self._exact) if self._direct else spec.numel
@@ -117,8 +125,6 @@ class ShardedParameter:
             self.free()
         self.is_gathered = self._buffer is not None
         """Modules see a buffer that is filled and emptied, not the parameter's own memory."""
-        self.is_reduced = spec.pieces > 1 or self.sum_group.size > 1 or self.divisor > 1
-        """Its gradient takes more than what autograd does."""
         self.needs_unit = self.is_gathered or self.is_reduced
         """It is right in a forward of its unit only, which gathers it or takes its gradient."""
 
@@ -227,18 +233,18 @@ class ShardedParameter:
             self._tensors.copy_(self.parameter, local)
 
     def is_usable(self) -> bool:
-        """Tell whether the shard has values, of the dtype that the unit was made for."""
-        return self.has_values and self._tensors.dtype_name(self.parameter) == self.spec.dtype
+        """Tell whether the shard has values, of the dtype that it is gathered from."""
+        return self.has_values and not self.was_cast()
 
-    def require_usable(self, name: str) -> None:
-        """As `require_values`, and raise one that tells what to do instead of casting the parameter, if it was."""
-        self.require_values(name)
-        dtype = self._tensors.dtype_name(self.parameter)
-        if dtype != self.spec.dtype and self.needs_unit:
-            raise ConfigError(
-                f"the parameter {name} has been cast from {self.spec.dtype} to {dtype} since fully_shard; cast the "
-                "model before it is sharded, or ask for another dtype to compute in with mp_policy"
-            )
+    def was_cast(self) -> bool:
+        """Tell whether the model has been cast since."""
+        return self._tensors.dtype_name(self.parameter) != self.spec.dtype
+
+    def follow_cast(self) -> None:
+        """Take the dtype over that the shard has now. Nothing may be left of what was gathered in the one before."""
+        self.spec = replace(self.spec, dtype=self._tensors.dtype_name(self.parameter))
+        self._hold(self._placed(self.parameter))
+        self._choose_dtypes()
 
     def require_values(self, name: str) -> None:
         """Raise a ConfigError that tells how to give the parameter `name` values, if it has none."""

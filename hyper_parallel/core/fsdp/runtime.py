@@ -29,9 +29,8 @@ class BackendRuntime:
     def issue_gather(self, unit: Unit) -> None:
         """Start the gathers of all parameters of a unit together."""
         with self._backend.autograd.no_grad():
-            for each in unit.parameters:
-                if not each.is_usable():
-                    each.require_usable(unit.full_name(each))
+            if not all(each.is_usable() for each in unit.parameters):
+                unit.make_usable()
             self._gathering[unit] = [each.issue_gather(unit.shard_group) for each in unit.parameters]
 
     def wait_gather(self, unit: Unit) -> None:

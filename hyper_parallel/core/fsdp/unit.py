@@ -130,6 +130,32 @@ class Unit:
         """Take the gradients of all parameters, also of those that autograd could be left alone with."""
         self.served = self.parameters
 
+    def make_usable(self) -> None:
+        """Look for values that have come since, and take over dtypes that the model has been cast to.
+
+        Raises:
+            ConfigError: there are no values; or gradients that are on their way or kept have the dtype before, or all.
+        """
+        for each in self.parameters:
+            each.require_values(self.full_name(each))
+        cast = [each for each in self.parameters if each.was_cast()]
+        if cast and not self.backend.autograd.follows_casts():
+            raise self._cast_error(cast[0], "which gradients of this framework do not follow; cast it before")
+        if cast and (self.kept or self.backend.autograd.in_backward()):
+            raise self._cast_error(cast[0], "while gradients of it are on their way or kept; cast it between two steps")
+        for each in cast:
+            each.follow_cast()
+        if cast:
+            self._arranged.clear()
+            self._attached = None
+
+    def _cast_error(self, parameter: ShardedParameter, why: str) -> ConfigError:
+        dtype = self.backend.tensors.dtype_name(parameter.parameter)
+        return ConfigError(
+            f"the parameter {self.full_name(parameter)} has been cast from {parameter.spec.dtype} to {dtype} since "
+            f"fully_shard, {why}, or ask for another dtype to compute in with mp_policy"
+        )
+
     def set_reshard_after_forward(self, asked: bool | int | None) -> None:
         """See `hyper_parallel.fully_shard`; None is for the root to decide. Called by every rank."""
         check_reshard_after_forward(asked, self.shard_group.size)
