@@ -99,7 +99,7 @@ class Trainer:
         )
         self.model, self.plan = _sharded_model(config, backend)
         self._parameters = [parameter for _, parameter in trainable_parameters(self.model)]
-        self._optimizer = _optimizer(config.optimizer, backend, self.model, self._parameters)
+        self._optimizer = _optimizer(config, backend, self.model, self._parameters)
         self._loss_and_gradients = backend.autograd.value_and_grad(self._loss, self._parameters)
 
     def step(self, step: int) -> StepMetrics:
@@ -222,17 +222,18 @@ def _check_mesh(config: Config, topology: Topology) -> None:
     )
 
 
-def _optimizer(optimizer: OptimizerConfig, backend: Backend, model: Any, parameters: Sequence[Parameter]) -> Any:
+def _optimizer(config: Config, backend: Backend, model: Any, parameters: Sequence[Parameter]) -> Any:
     """What `optimizer.name` asks for: Muon, or the framework's AdamW. Matrices decay, vectors do not."""
+    optimizer = config.optimizer
     if optimizer.name == "muon":
-        return _muon(optimizer, model)
+        return _muon(optimizer, model, config.mesh.allow_shard_across_supernodes)
     matrices = [parameter for parameter in parameters if len(parameter.shape) > 1]
     vectors = [parameter for parameter in parameters if len(parameter.shape) <= 1]
     groups = [(matrices, optimizer.weight_decay), (vectors, 0.0)]
     return backend.training.adamw(groups, optimizer.learning_rate, optimizer.betas, optimizer.eps)
 
 
-def _muon(optimizer: OptimizerConfig, model: Any) -> Any:
+def _muon(optimizer: OptimizerConfig, model: Any, across_supernodes: bool) -> Any:
     muon = optimizer.muon
     return Muon(
         model,
@@ -249,4 +250,5 @@ def _muon(optimizer: OptimizerConfig, model: Any) -> Any:
         adamw_betas=optimizer.betas,
         adamw_eps=optimizer.eps,
         routes=dict(muon.routes),
+        slow_shard="hierarchical" if across_supernodes else "refuse",
     )
