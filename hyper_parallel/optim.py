@@ -75,7 +75,7 @@ def Muon(
         momentum_form: "ema", a mean (PyTorch's), or "heavy_ball", a sum 1 / (1 - momentum) times as large.
         coefficients: of Newton-Schulz: "legacy" (the quintic), "asym5", "polar_express", or (a, b, c) for each step.
         steps: how many steps of it.
-        ns_dtype: what it computes in, and matrices travel in: "bfloat16", "float16", "float32".
+        ns_dtype: what it computes in, and matrices travel in: "bfloat16", "float16" (float32 on the way) or "float32".
         ns_method: "auto", "direct" or "gram"; `hyper_parallel.NewtonSchulz` tells more, of the five above as well.
         eps: added to the norm of a matrix.
         scale: what an orthogonalized update is multiplied with, by the shape [out, in] of the logical matrix:

@@ -45,6 +45,7 @@ SHAPES = {
     "ragged in two": (4, 6, 5),
     "in blocks": (16, 4),
 }
+VECTOR = {"vector": (7,)}
 # Placements along each axis of a mesh; what a mesh does not name lies as the first four do.
 MESHES = {
     "shard": (
@@ -100,7 +101,7 @@ def layouts_on(sizes, placements, names=SHAPES):
     mesh = DeviceMesh.from_sizes(sizes)
     usual = ["replicate"] * (len(sizes) - 1) + ["shard(0)"]
     return {
-        name: Layout(mesh, [parse_placement(each) for each in placements.get(name, usual)], SHAPES[name])
+        name: Layout(mesh, [parse_placement(each) for each in placements.get(name, usual)], (SHAPES | VECTOR)[name])
         for name in names
     }
 
@@ -218,6 +219,32 @@ def test_state_goes_from_one_mesh_and_framework_to_others(pool, one, other):
     [(single, _)] = pool(one, 1).run(bodies.go_on, alone, 3, first=4, start=values, state=state, **options)
     for name in there:
         np.testing.assert_allclose(single[name], there[name], rtol=0, atol=BOUND, err_msg=name)
+
+
+def test_float32_copies_stay_with_their_owners_and_go_to_other_meshes(pool, backend_name):
+    names = ("even", "few rows", "experts")
+    options = dict(lr=RATE, adamw_lr=0.01, ns_dtype="float32", master_dtype="float32", dtype="float16")
+    both, shards = (layouts_on(*MESHES[mesh], (*names, "vector")) for mesh in ("both", "shard"))
+    workers = pool(backend_name, 4)
+    first = workers.run(bodies.go_on, both, 2, **options)
+    through = workers.run(bodies.go_on, both, 4, **options)
+    start = assembled([values for values, _ in first], both)
+    after = workers.run(bodies.go_on, shards, 2, first=3, start=start, state=first[0][1], **options)
+    expected = OneDevice({name: halved(whole(name)) for name in names}, lr=RATE)
+    for step in range(1, 5):
+        expected.step({name: halved(bodies.drawn(step, name, SHAPES[name])) for name in names})
+    values = assembled([values for values, _ in after], shards)
+    for name in both:
+        copy, other = (each[0][1]["parameters"][name]["master"] for each in (after, through))
+        np.testing.assert_allclose(copy, other, rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(values[name], halved(copy), err_msg=name)
+        if name != "vector":
+            np.testing.assert_allclose(copy, expected.values[name], rtol=0, atol=BOUND, err_msg=name)
+
+
+def halved(values):
+    """As float16 has them."""
+    return values.astype(np.float16).astype(np.float32)
 
 
 def test_what_is_wrong_on_one_rank_is_told_on_all_and_nothing_changes(pool, backend_name):

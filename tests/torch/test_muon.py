@@ -223,6 +223,18 @@ def test_what_has_no_gradient_stays_as_it_is():
     assert torch.equal(optimizer.state[model.up.weight]["momentum_buffer"], momentum)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_small_gradients_of_wide_parameters_are_as_good_as_large_ones(dtype):
+    """Orthogonalizing forgets the size; what travels must not."""
+    moved = []
+    for size in (1.0, 1e-9):
+        parameter = torch.nn.Parameter(torch.zeros(24, 16, dtype=torch.float64))
+        parameter.grad = size * torch.randn(24, 16, generator=seeded(0), dtype=torch.float64)
+        hp.Muon([parameter], ns_dtype=dtype, eps=1e-20).step()
+        moved.append(parameter.detach())
+    assert (moved[0] - moved[1]).norm() < HALF_BOUND * moved[0].norm() and moved[0].norm() > 0
+
+
 def test_what_is_frozen_is_left_out():
     model = Model()
     model.up.weight.requires_grad_(False)

@@ -14,7 +14,6 @@ from hyper_parallel.core.muon.checks import Agreement, agree_on
 from hyper_parallel.core.muon.elementwise import HALF, ElementWisePart
 from hyper_parallel.core.muon.groups import Request
 from hyper_parallel.core.muon.lane import Lane, Part
-from hyper_parallel.core.muon.newton_schulz import DTYPES
 from hyper_parallel.core.muon.options import MUON, planned_values, settings_of
 from hyper_parallel.core.muon.parameters import MuonParameter, MuonPolicy
 from hyper_parallel.core.muon.plan import MuonPlan, make_plan
@@ -24,6 +23,9 @@ from hyper_parallel.core.muon.state import ADAMW_MOMENTS, MASTER, MOMENTUM, SECO
 from hyper_parallel.core.muon.step import Step
 from hyper_parallel.core.muon.storage import Stored
 from hyper_parallel.core.topology import Topology
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""Of parameters that Muon updates."""
 
 
 @dataclass(frozen=True)
