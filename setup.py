@@ -28,7 +28,7 @@ setup(
         "train": plots,
         "test": ["pytest>=8", "hypothesis>=6.100", *plots, *hugging_face],
         "docs": ["mkdocs>=1.6"],
-        # Peers of benchmarks/muon.py. TorchTitan's takes much that is not needed: pip install --no-deps torchtitan==0.3.0
+        # Peers of benchmarks/muon.py. TorchTitan takes much that is not needed: pip install --no-deps torchtitan==0.3.0
         "benchmarks": ["muon-fsdp2==0.3.0"],
     },
     entry_points={"console_scripts": ["hyper-parallel = hyper_parallel.cli:main"]},
