@@ -235,6 +235,17 @@ def test_small_gradients_of_wide_parameters_are_as_good_as_large_ones(dtype):
     assert (moved[0] - moved[1]).norm() < HALF_BOUND * moved[0].norm() and moved[0].norm() > 0
 
 
+def test_a_group_without_anything_to_update_is_kept():
+    empty, frozen = torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    square = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = hp.Muon([{"params": [empty]}, {"params": [frozen]}, {"params": [square]}])
+    train(optimizer, [empty, square], 1)
+    optimizer.load_full_state(optimizer.full_state())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0, 1]
+    assert not torch.equal(square, frozen)
+
+
 def test_what_is_frozen_is_left_out():
     model = Model()
     model.up.weight.requires_grad_(False)

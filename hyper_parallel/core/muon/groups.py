@@ -35,7 +35,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Request:
-    """What to optimize. `views` are of all parameters that Muon has; `description` is there where a model was given."""
+    """What to optimize. `views` are of all parameters that Muon has, but for those without elements; `description` is
+    there where a model was given."""
 
     groups: tuple[Group, ...]
     views: Mapping[str, MatrixView]
@@ -75,7 +76,7 @@ def read_model(backend: Backend, model: Module, asked: Asked) -> Request:
         if members
     )
     views = views_of(description, asked.matrices, roles)
-    return Request(groups, {each.name: views[each.name] for each in parts[MUON]}, description)
+    return Request(groups, {each.name: views[each.name] for each in parts[MUON] if each.name in views}, description)
 
 
 def read_groups(backend: Backend, given: Iterable[Any], asked: Asked) -> Request:
@@ -108,7 +109,7 @@ def read_groups(backend: Backend, given: Iterable[Any], asked: Asked) -> Request
     _refuse_vectors(groups)
     views = views_of(description, asked.matrices)
     wanted = [each.name for group in groups if group.algorithm == MUON for each in group.members]
-    return Request(tuple(groups), {name: views[name] for name in wanted})
+    return Request(tuple(groups), {name: views[name] for name in wanted if name in views})
 
 
 def whole_description(backend: Backend, model: Module) -> ModelDescription:
