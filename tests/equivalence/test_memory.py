@@ -6,7 +6,7 @@ import pytest
 
 from tests.pool import Pool
 
-BODY = "tests.equivalence.memory_bodies:growth_through_steps"
+BODY = "tests.equivalence.memory_bodies:growth_through_a_forward"
 
 
 @pytest.mark.parametrize("backend_name", ["torch", "mindspore"])

@@ -9,6 +9,7 @@ import torch
 from hyper_parallel.backends.torch import tensors
 from hyper_parallel.core.backend import Move
 from hyper_parallel.core.errors import ConfigError, LayoutError
+from tests.work import imported
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "int64", "uint8", "bool"])
@@ -239,3 +240,8 @@ def test_memory_bytes_grows_with_what_the_process_has_held():
     held = np.ones(size, dtype=np.uint8)
     assert tensors.memory_bytes() >= size  # all of it is resident at once, whatever was given back before
     del held
+
+
+def test_the_backend_does_not_wait_for_what_pytorch_leaves_until_it_is_asked_for():
+    _, others = imported("from hyper_parallel import backends\nbackends.load('torch')")
+    assert "torch" in others and "sympy" not in others

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Callable, Mapping, NoReturn, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import placement_types as theirs
 
 from hyper_parallel.core.backend import Parameter, Tensor
 from hyper_parallel.core.errors import LayoutError
@@ -23,14 +22,21 @@ if TYPE_CHECKING:
 
 def own_layout(parameter: Parameter) -> Layout | None:
     """See `core.backend.Optimizing`. A DTensor's device mesh and placements in our words."""
-    if not isinstance(parameter, DTensor):
+    if not _is_dtensor(parameter):
         return None
     return _layout(parameter.device_mesh, tuple(parameter.placements), tuple(parameter.shape))
 
 
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether it is one of PyTorch's distributed tensors. Who has made one has imported them; they bring sympy
+    along, for which nobody else has to wait."""
+    theirs = sys.modules.get("torch.distributed.tensor")
+    return theirs is not None and isinstance(tensor, theirs.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """See `core.backend.Optimizing`."""
-    if not isinstance(tensor, DTensor):
+    if not _is_dtensor(tensor):
         return tensor
     with torch.no_grad():  # hands over the local tensor as it is; detaching the DTensor would cost ten times as much
         return tensor.to_local().detach()
@@ -174,6 +180,8 @@ def _layout(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> L
 
 
 def _placement(placement: Any) -> Placement:
+    from torch.distributed.tensor import placement_types as theirs
+
     if isinstance(placement, theirs._StridedShard):
         return StridedShard(placement.dim, placement.split_factor)
     if isinstance(placement, theirs.Shard):
