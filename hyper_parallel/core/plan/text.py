@@ -37,8 +37,8 @@ def summary(plan: ShardingPlan, topology: Topology | None = None) -> str:
         f"{plan.model_class}: {_count(numel, 'parameter')} in {_count(len(plan.parameters), 'tensor')}, "
         f"{_count(len(plan.units), 'unit')}, mesh {plan.mesh}",
         f"{whose} keeps {_bytes(held.parameters)} of {_bytes(held.whole)} of parameters, {_bytes(held.gradients)} of "
-        f"gradients and {_bytes(held.optimizer)} of optimizer state with AdamW (two moments in the dtype of the parameters)"
-        f"; the largest gathered unit has {_bytes(held.gathered)}",
+        f"gradients and {_bytes(held.optimizer)} of optimizer state with AdamW (two moments in the dtype of the "
+        f"parameters); the largest gathered unit has {_bytes(held.gathered)}",
     ]
     flows = traffic(plan, topology)
     if flows:
