@@ -742,6 +742,15 @@ class Optimizing(Protocol):
 
         Raises `LayoutError` where we have no words for it."""
 
+    def lies_alike(self, gradient: Tensor, parameter: Parameter) -> bool:
+        """Tell whether a gradient lies as its parameter does. PyTorch leaves that of a replicated DTensor as a pending
+        sum where its inputs were cut."""
+        ...
+
+    def laid_alike(self, gradient: Tensor, parameter: Parameter) -> Tensor:
+        """The gradient, brought to where its parameter lies. Called by all ranks of the parameter's mesh."""
+        ...
+
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of one of the framework's own distributed tensors, over its memory; another as it is."""
 

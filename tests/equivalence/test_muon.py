@@ -146,6 +146,18 @@ def test_steps_on_any_layout_are_those_of_one_device(pool, backend_name, mesh):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=BOUND, err_msg=name)
 
 
+def test_replicas_without_elements_take_part_in_every_agreement(pool, backend_name):
+    """They send nothing to each other, so they have fewer groups of ranks than the others."""
+    mesh = DeviceMesh.from_sizes({"replicate": 2, "shard": 2})
+    layout = Layout(
+        mesh, [parse_placement("replicate"), parse_placement("ragged_shard([0], [9, 0])")], SHAPES["ragged"]
+    )
+    layouts = {"ragged": layout}
+    results = pool(backend_name, 4).run(bodies.train, layouts, 2, lr=RATE, ns_dtype="float32")
+    expected = on_one_device(["ragged"], 2).values["ragged"]
+    np.testing.assert_allclose(assembled(results, layouts)["ragged"], expected, rtol=0, atol=BOUND)
+
+
 def test_bfloat16_stays_within_the_documented_bound(pool, backend_name):
     names = ("even", "uneven", "fused", "experts", "kernel")
     layouts = layouts_on(*MESHES["with tensor"], names)

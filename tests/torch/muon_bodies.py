@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hyper_parallel as hp
@@ -137,3 +137,19 @@ def as_users_write(backend, how):
 
 def copied(value):
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def pending_gradients(backend):
+    """Where the gradient of a replicated parameter lies, and the parameter after a step, here and on one device."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    start, inputs, wanted = (
+        torch.from_numpy(drawn(seed, "pending", shape)) for seed, shape in enumerate([(6, 8), (16, 8), (16, 6)])
+    )
+    alone = torch.nn.Parameter(start.clone())
+    spread = torch.nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
+    (torch.nn.functional.linear(inputs, alone) * wanted).sum().backward()
+    rows = [distribute_tensor(each, mesh, [Shard(0)]) for each in (inputs, wanted)]
+    (torch.nn.functional.linear(rows[0], spread) * rows[1]).sum().backward()
+    for parameter in (alone, spread):
+        hp.Muon([("weight", parameter)], lr=0.1, ns_dtype="float32").step()
+    return str(spread.grad.placements), spread.full_tensor().detach().numpy(), alone.detach().numpy()

@@ -318,6 +318,31 @@ def test_what_is_planned_can_not_be_changed_later():
         optimizer.step()
 
 
+EDITS = {
+    "a scale": (lambda group: group.update(scale="large"), "group 0: scale is 'large'"),
+    "momentum": (lambda group: group.update(momentum=1.5), "group 0: momentum is 1.5"),
+    "a rate": (lambda group: group.update(lr=float("nan")), "group 0: lr is nan"),
+    "an option taken out": (lambda group: group.pop("nesterov"), "group 0 has no nesterov"),
+    "a parameter taken out": (lambda group: group["params"].pop(), "parameters of param_groups are not those"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_a_group_can_not_be_is_told_before_anything_changes(edit):
+    change, words = EDITS[edit]
+    held = matrices() | {"vector": torch.nn.Parameter(torch.ones(4))}
+    pairs = list(held.items())
+    optimizer = hp.Muon([{"params": pairs[:3]}, {"params": pairs[3:], "algorithm": "adamw"}], lr=0.02)
+    train(optimizer, held.values(), steps=1)
+    before = [each.detach().clone() for each in held.values()]
+    momentum = [optimizer.state[held[name]]["momentum_buffer"].clone() for name in SIZES]
+    change(optimizer.param_groups[0])
+    with pytest.raises(ConfigError, match=words):
+        train(optimizer, held.values(), steps=1, first=2)
+    assert all(torch.equal(one, other) for one, other in zip(before, held.values()))
+    assert all(torch.equal(one, optimizer.state[held[name]]["momentum_buffer"]) for one, name in zip(momentum, SIZES))
+
+
 def test_generators_and_pairs_are_taken():
     model = Model()
     assert hp.Muon(p for p in model.parameters() if p.ndim == 2).param_groups[0]["param_names"][0] == "parameter.0"
@@ -351,3 +376,11 @@ def test_models_of_fsdp2_train_as_on_one_device_and_their_state_fits_others(pool
 def test_a_loop_over_fsdp2_is_written_as_with_any_optimizer(pool, how):
     for losses, same in pool("torch", 4).run(f"{BODIES}:as_users_write", how):
         assert losses[0] > losses[1] > losses[2] and losses[3] == losses[4] and same
+
+
+def test_a_gradient_that_is_a_pending_sum_is_summed_up_first(pool):
+    """Of a replicated DTensor whose inputs are cut PyTorch leaves each rank its own part of the gradient."""
+    for kind, found, expected in pool("torch", 2).run(f"{BODIES}:pending_gradients"):
+        assert kind == "(Partial(sum),)"
+        # The sum over sixteen rows in two halves, through float32 Newton-Schulz, at a rate of 0.1.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

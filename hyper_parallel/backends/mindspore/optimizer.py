@@ -28,6 +28,16 @@ def own_layout(parameter: Parameter) -> Layout | None:
     return None
 
 
+def lies_alike(gradient: Tensor, parameter: Parameter) -> bool:
+    """See `core.backend.Optimizing`. MindSpore's gradients lie as their parameters."""
+    return True
+
+
+def laid_alike(gradient: Tensor, parameter: Parameter) -> Tensor:
+    """See `core.backend.Optimizing`."""
+    return gradient
+
+
 def local(tensor: Tensor) -> Tensor:
     """See `core.backend.Optimizing`."""
     return tensor

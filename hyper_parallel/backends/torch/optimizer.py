@@ -34,6 +34,18 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return theirs is not None and isinstance(tensor, theirs.DTensor)
 
 
+def lies_alike(gradient: Tensor, parameter: Parameter) -> bool:
+    """See `core.backend.Optimizing`."""
+    if not _is_dtensor(gradient) or not _is_dtensor(parameter):
+        return True
+    return gradient.placements == parameter.placements
+
+
+def laid_alike(gradient: Tensor, parameter: Parameter) -> Tensor:
+    """See `core.backend.Optimizing`."""
+    return gradient.redistribute(parameter.device_mesh, parameter.placements)
+
+
 def local(tensor: Tensor) -> Tensor:
     """See `core.backend.Optimizing`."""
     if not _is_dtensor(tensor):

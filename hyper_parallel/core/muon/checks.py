@@ -33,7 +33,8 @@ class Agreement:
         self._backend = backend
         self._members = members
         self._check_finite = check_finite
-        self._groups = _largest([*_along_cuts(backend, members), *others])
+        ranks = sorted({rank for each in members for rank in each.layout.mesh.ranks})
+        self._group = _connected(backend, ranks, [*_along_cuts(backend, members), *others])
 
     def gradients(
         self, gradients: Sequence[Tensor | None], error: HyperParallelError | None
@@ -54,7 +55,14 @@ class Agreement:
         if counts[-1] or not_finite.any() or (present.astype(bool) & missing.astype(bool)).any():
             self._refuse(found)
         nowhere = {number for number, count in enumerate(present) if not count}
-        return [None if n in nowhere else each for n, each in enumerate(local)], nowhere
+        return [self._settled(n, gradients[n], each) for n, each in enumerate(local)], nowhere
+
+    def _settled(self, number: int, gradient: Tensor | None, local: Tensor | None) -> Tensor | None:
+        """This rank's part of a gradient that all ranks have, as the parameter lies."""
+        backend, parameter = self._backend, self._members[number].parameter
+        if gradient is None or backend.optimizer.lies_alike(gradient, parameter):
+            return local
+        return backend.optimizer.local(backend.optimizer.laid_alike(gradient, parameter))
 
     def _look(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Found]:
         """What this rank finds by itself."""
@@ -63,14 +71,18 @@ class Agreement:
             error = GradientError(f"Muon: {len(gradients)} gradients for {len(members)} parameters; give one for each")
             return [None] * len(members), Found(error)
         local = [local_gradient(backend, each) for each in gradients]
-        for each, gradient in zip(members, local):
+        for each, whole, gradient in zip(members, gradients, local):
             change = change_since(backend, each)
             if change:
                 return local, Found(
                     LayoutError(f"Muon: {each.name} has changed since the optimizer was made: {change}. Make a new one")
                 )
             wanted = each.layout.local_shape(backend.collectives.rank())
-            if gradient is not None and tuple(gradient.shape) != wanted:
+            if (
+                gradient is not None
+                and tuple(gradient.shape) != wanted
+                and (backend.optimizer.lies_alike(whole, each.parameter))
+            ):
                 return local, Found(
                     GradientError(
                         f"Muon: the gradient of {each.name} has the shape {list(gradient.shape)} on rank "
@@ -89,22 +101,20 @@ class Agreement:
         return tuple(number for number, finite in zip(gradients, flags) if not finite)
 
     def _summed(self, counts: np.ndarray) -> np.ndarray:
-        if not self._groups:
+        if self._group is None:
             return counts
         backend = self._backend
         with backend.autograd.no_grad():
             tensor = backend.tensors.from_numpy(counts)
-            for group in self._groups * (2 if len(self._groups) > 1 else 1):  # twice, so that all hear of all
-                backend.collectives.all_reduce(tensor, group)
+            backend.collectives.all_reduce(tensor, self._group)
             return backend.tensors.to_numpy(tensor)
 
     def _refuse(self, found: Found) -> None:
         """Tell each other what there is, and raise the same on every rank."""
         collectives = self._backend.collectives
         known = {collectives.rank(): found}
-        for group in self._groups * (2 if len(self._groups) > 1 else 1):
-            for told in collectives.gather_objects(known, group):
-                known.update(told)
+        if self._group is not None:
+            known = dict(zip(self._group.ranks, collectives.gather_objects(found, self._group)))
         if found.error is not None:
             raise found.error
         errors = {rank: each.error for rank, each in sorted(known.items()) if each.error is not None}
@@ -170,12 +180,22 @@ def _along_cuts(backend: Backend, members: Sequence[Stored]) -> list[Group]:
     return groups
 
 
-def _largest(groups: Sequence[Group]) -> list[Group]:
-    """The groups of several ranks that no other one of them contains, each once."""
-    sets = {group.ranks: group for group in groups if group.size > 1}
-    return [
-        group for ranks, group in sets.items() if not any(set(ranks) < set(other) for other in sets if other != ranks)
-    ]
+def _connected(backend: Backend, ranks: Sequence[int], groups: Sequence[Group]) -> Group | None:
+    """The ranks that hear of this one through groups, over however many of them; None where it is alone.
+
+    A rank may have fewer groups than a neighbour (a replica without elements has nobody to send to), so no rank can
+    tell from its own ones how far they reach. `ranks` are all that make this optimizer.
+    """
+    if len(ranks) < 2:
+        return None
+    own = [group.ranks for group in groups if group.size > 1]
+    told = backend.collectives.gather_objects(own, backend.collectives.groups([list(ranks)]))
+    sets = {each for theirs in told for each in theirs}
+    found, reached = set(), {backend.collectives.rank()}
+    while reached != found:
+        found = reached
+        reached = found.union(*(each for each in sets if found & set(each)))
+    return backend.collectives.groups([sorted(found)]) if len(found) > 1 else None
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from hyper_parallel.core.muon.checks import Agreement, agree_on
 from hyper_parallel.core.muon.elementwise import HALF, ElementWisePart
 from hyper_parallel.core.muon.groups import Request
 from hyper_parallel.core.muon.lane import Lane, Part
-from hyper_parallel.core.muon.options import MUON, planned_values, settings_of
+from hyper_parallel.core.muon.options import MUON, check_free_options, planned_values, settings_of
 from hyper_parallel.core.muon.parameters import MuonParameter, MuonPolicy
 from hyper_parallel.core.muon.plan import MuonPlan, make_plan
 from hyper_parallel.core.muon.qk_clip import QKClip
@@ -63,6 +63,7 @@ class MuonEngine:
             for group in request.groups
         ]
         self.members = [each for group in request.groups for each in group.members]
+        self._parameters_of = [tuple(each.parameter for each in group.members) for group in request.groups]
         self.group_of = [number for number, group in enumerate(request.groups) for _ in group.members]
         self.planned = [planned_values(group.algorithm, group.options) for group in request.groups]
         plans, self.attention, self.fingerprint = self._agreed(request)
@@ -265,7 +266,13 @@ class MuonEngine:
         return sha256(repr(fixed).encode()).hexdigest()
 
     def _changed_option(self, groups: Groups) -> ConfigError | None:
-        """An error where somebody has changed what is fixed with the plan."""
+        """An error where somebody has changed what is fixed with the plan, or options to what they can't be."""
+        found = [[id(each) for each in group["params"]] for group in groups]
+        if found != [[id(each) for each in group] for group in self._parameters_of]:
+            return ConfigError(
+                "Muon: the parameters of param_groups are not those that the optimizer was made with, in their order; "
+                "what is updated is planned with: make a new optimizer and give it full_state() of this"
+            )
         for number, (group, planned) in enumerate(zip(groups, self.planned, strict=True)):
             for name, value in planned.items():
                 if group[name] != value:
@@ -273,4 +280,8 @@ class MuonEngine:
                         f"Muon: group {number} had {name}={value!r} when the optimizer was made, and has now "
                         f"{group[name]!r}; it is planned with: make a new optimizer and give it full_state() of this"
                     )
+            try:
+                check_free_options(group, f"Muon: group {number}")
+            except ConfigError as error:
+                return error
         return None

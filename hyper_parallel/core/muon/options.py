@@ -121,6 +121,24 @@ def check_options(algorithm: str, options: Mapping[str, Any], where: str) -> Non
         settings_of(options)
 
 
+def check_free_options(group: Mapping[str, Any], where: str) -> None:
+    """Refuse what a group's options that no plan fixes have been changed to, if they can't be that.
+
+    Tensors are left alone: to look at one would be to wait for the device. A schedule may end a rounding below zero.
+
+    Raises:
+        ConfigError: names the option, what was found and what to write.
+    """
+    for name, option in OPTIONS[group["algorithm"]].items():
+        if option.planned:
+            continue
+        if name not in group:
+            raise ConfigError(f"{where} has no {name} any more; write {option.words}")
+        value = group[name]
+        if not hasattr(value, "shape") and not (_is_number if option is _RATE else option.fits)(value):
+            raise ConfigError(f"{where}: {name} is {value!r}; write {option.words}")
+
+
 def settings_of(options: Mapping[str, Any]) -> NewtonSchulz:
     """The orthogonalization that the options of a Muon group ask for; what is not said is as usual."""
     names = {"coefficients": "coefficients", "steps": "steps", "ns_dtype": "dtype", "ns_method": "method", "eps": "eps"}
