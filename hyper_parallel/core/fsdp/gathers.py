@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Iterable
+from typing import TYPE_CHECKING, Container, Iterable
 
 if TYPE_CHECKING:
     from hyper_parallel.core.fsdp.schedule import Runtime, ScheduledUnit
@@ -90,9 +90,12 @@ class Gathers:
             if unit not in self._kept:
                 self.free(unit)
 
-    def after_backward(self) -> None:
-        """Free everything but what is to stay from one backward to the next forward."""
+    def after_backward(self, running: Container[ScheduledUnit] = ()) -> None:
+        """Free everything but what is to stay from one backward to the next forward, and what is computed with in the
+        `running` forwards that the backward is a part of."""
         for unit in {**self._readable, **self._coming, **self._shrunk}:
+            if unit in running and unit in self._readable:
+                continue
             if unit.reshard_after_backward or unit not in self._readable:
                 self.free(unit)
             else:

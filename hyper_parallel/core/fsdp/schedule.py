@@ -279,7 +279,7 @@ class Schedule:
             if self.settings.is_last_backward:
                 self._drain()
         finally:  # a hook of the user's may raise
-            self.gathers.after_backward()
+            self.gathers.after_backward(running=+self._forwards)
         self._forget_backward()
 
     def adopt(self, other: Schedule) -> None:
