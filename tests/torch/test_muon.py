@@ -168,6 +168,16 @@ def test_state_of_another_plan_is_refused_with_what_to_call():
         hp.Muon(Model()).load_state_dict(torch.optim.AdamW(Model().parameters()).state_dict())
 
 
+def test_state_of_other_matrices_is_refused():
+    first = matrices()["first"]
+    one, other = (
+        hp.Muon([("first", first)], matrices={"first": hp.split_rows((24, 16), parts)}, second_moment=hp.NorMuon())
+        for parts in ([12, 12], [8, 8, 8])
+    )
+    with pytest.raises(CheckpointError, match="load_full_state"):
+        other.load_state_dict(one.state_dict())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_float32_copy_keeps_what_half_precision_would_lose(dtype):
     """Updates of a thousandth of a unit in the last place, a thousand of them: only a copy sees them add up."""

@@ -222,7 +222,7 @@ class MuonEngine:
             plans = [plan for plan in (shared, own) if plan.parameters]
             if self.settings.qk_clip is not None:
                 attention = AttentionClip(self.backend, request, self.settings.qk_clip, self.members)
-            fingerprint = self._made_of(shared)
+            fingerprint = self._made_of(shared, request)
         except HyperParallelError as found:
             error = found
         ranks = {rank for each in self.members for rank in each.layout.mesh.ranks}
@@ -258,11 +258,14 @@ class MuonEngine:
             )
         return dtype
 
-    def _made_of(self, plan: MuonPlan) -> str:
+    def _made_of(self, plan: MuonPlan, request: Request) -> str:
         """A digest of the shared plan and of all that is fixed beside it."""
         groups = [(group["algorithm"], group["param_names"]) for group in self.groups]
         layouts = [(each.layout.shape, str(each.layout) if each.layout.mesh.size > 1 else "") for each in self.members]
-        fixed = (plan.fingerprint, groups, layouts, self.planned, self.settings.master_dtype)
+        views = [request.views.get(each.name) for each in self.members]  # of parameters outside of the shared plan too
+        numbers = {view: number for number, view in enumerate(dict.fromkeys(views))}
+        matrices = [repr(view) for view in numbers], [numbers[view] for view in views]
+        fixed = (plan.fingerprint, groups, layouts, matrices, self.planned, self.settings.master_dtype)
         return sha256(repr(fixed).encode()).hexdigest()
 
     def _changed_option(self, groups: Groups) -> ConfigError | None:
