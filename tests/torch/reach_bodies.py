@@ -1,6 +1,8 @@
 """Bodies of `test_fsdp_reach.py`: what PyTorch code does with weights of another module, and backwards in a forward."""
 
 import copy
+import gc
+import weakref
 
 import torch
 
@@ -87,3 +89,15 @@ def asked(backend):
             message = refused(lambda: model(torch.ones(2, 4)))
             answers[name] = message if cases is REFUSED else answers.get(name, message)
     return told, messages
+
+
+def let_go_of(backend):
+    """Is a model gone that was restored after a forward without a backward?"""
+    model = torch.nn.Linear(4, 4)
+    hp.fully_shard(model, mesh=hp.DeviceMesh((2,), ("shard",)))
+    model(torch.ones(2, 4))
+    hp.restore(model)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    return seen() is None

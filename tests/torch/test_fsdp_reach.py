@@ -14,3 +14,7 @@ def test_a_weight_may_be_asked_for_its_dtype_and_device_in_every_way(pool):
         assert told == dict.fromkeys(told, True)
         for name, message in messages.items():
             assert f"{name}" in message.split(" is given the parameter last.weight of Linear last")[0], message
+
+
+def test_a_restored_model_is_not_kept_by_a_graph_that_never_ran_backward(pool):
+    assert pool("torch", 2).run(f"{BODIES}:let_go_of") == [True, True]

@@ -198,6 +198,7 @@ class Unit:
     def detach(self) -> None:
         """Take the hooks away; the parameters stay as they are."""
         self.is_detached = True
+        self._attached = None  # its node and the unit hold each other where Python sees no cycle
         self._free()
         self.sight.end()
         for hook in self._hooks:
