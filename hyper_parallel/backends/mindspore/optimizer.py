@@ -17,7 +17,7 @@ from hyper_parallel.backends.mindspore.tensors import copy_, zero_
 from hyper_parallel.core.backend import Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.layout import Layout
-from hyper_parallel.core.muon.fixed import refuse_copy, refuse_new_group
+from hyper_parallel.core.muon.face import Planned, refuse_copy
 
 if TYPE_CHECKING:
     from hyper_parallel.core.muon.optimizer import MuonEngine
@@ -51,6 +51,24 @@ def set_learning_rate(group: dict[str, Any], value: float) -> None:
         group["lr"] = value
 
 
+def step_with_none(optimizer: optim.AdamW, gradients: Sequence[Tensor | None]) -> None:
+    """One step of MindSpore's AdamW, which takes a gradient for each of its parameters: what is without one gets zeros,
+    and then back what it had."""
+    kept = [
+        (tensor, tensor.copy())
+        for number, gradient in enumerate(gradients)
+        if gradient is None
+        for tensor in (optimizer.parameters[number], optimizer.exp_avg[number], optimizer.exp_avg_sq[number])
+    ]
+    filled = [
+        ops.zeros_like(p) if gradient is None else gradient for gradient, p in zip(gradients, optimizer.parameters)
+    ]
+    # `mutable`, or the compiled step warns that it takes the gradients for constants.
+    optimizer(tuple(map(ms.mutable, filled)))
+    for tensor, value in kept:
+        ops.assign(tensor, value)
+
+
 class AdamW:
     """See `core.backend.ElementWise`: `mindspore.experimental.optim.AdamW`. It counts steps for all alike."""
 
@@ -73,8 +91,7 @@ class AdamW:
         self._optimizer = optim.AdamW(described) if described else None
 
     def step(self, gradients: Sequence[Tensor | None], options: Sequence[Mapping[str, Any]]) -> None:
-        """See `core.backend.ElementWise`. MindSpore's takes a gradient for each parameter: what is without one gets
-        zeros, and then back what it had."""
+        """See `core.backend.ElementWise`."""
         inner = self._optimizer
         if inner is None:
             return
@@ -83,17 +100,7 @@ class AdamW:
             ops.assign(inner.lrs[place], ms.Tensor(float(said.pop("lr")), ms.float32))
             inner.param_groups[place].update({**said, "betas": tuple(said["betas"])})
         given = [gradient for gradient, number in zip(gradients, self._numbers, strict=True) if number is not None]
-        kept = [
-            (tensor, tensor.copy())
-            for number, gradient in enumerate(given)
-            if gradient is None
-            for tensor in (inner.parameters[number], inner.exp_avg[number], inner.exp_avg_sq[number])
-        ]
-        filled = [ops.zeros_like(p) if gradient is None else gradient for gradient, p in zip(given, inner.parameters)]
-        # `mutable`, or the compiled step warns that it takes the gradients for constants.
-        inner(tuple(map(ms.mutable, filled)))
-        for tensor, value in kept:
-            ops.assign(tensor, value)
+        step_with_none(inner, given)
 
     def state(self, number: int) -> dict[str, Any]:
         """See `core.backend.ElementWise`."""
@@ -114,7 +121,7 @@ class AdamW:
                 zero_(state[name])
 
 
-class Muon(optim.Optimizer):
+class Muon(Planned, optim.Optimizer):
     """Muon on matrices and AdamW on all else; made by `hyper_parallel.Muon`, which tells what it does.
 
     Called with the gradients of its `parameters`, in their order, None where there is none. `param_groups` and
@@ -126,12 +133,6 @@ class Muon(optim.Optimizer):
         super().__init__(engine.groups, {"lr": engine.groups[0]["lr"]})
         self._engine = engine
         self.state.update(zip(map(id, engine.parameters), engine.states()))
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: who orthogonalizes what is planned for all parameters together."""
-        if self._engine is not None:
-            refuse_new_group()
-        super().add_param_group(param_group)
 
     def construct(self, gradients: Sequence[Tensor | None]) -> bool:
         """One step; called by all ranks that share parameters.
@@ -157,26 +158,6 @@ class Muon(optim.Optimizer):
         if strict is not True:
             raise ConfigError("Muon: state is loaded whole or not at all; leave out strict=False")
         self._engine.load_state_dict(state_dict, self.param_groups)
-
-    def full_state(self) -> dict[str, Any]:
-        """All state, whole, as numpy on every rank; see `hyper_parallel.Muon`. Called by all ranks."""
-        return self._engine.full_state(self.param_groups)
-
-    def load_full_state(self, values: Mapping[str, Any]) -> None:
-        """Go on from what `full_state` gave, on any mesh and from either framework. Each rank takes its part.
-
-        Raises:
-            CheckpointError: lists what is missing, unknown or of another shape; nothing is changed then.
-        """
-        self._engine.load_full_state(values, self.param_groups)
-
-    def observe_attention(self, maxima: Mapping[str, Tensor]) -> None:
-        """Tell the largest attention logits of each head, for `qk_clip`; see `hyper_parallel.Muon`."""
-        self._engine.observe_attention(maxima)
-
-    def describe(self) -> str:
-        """The plan, in words."""
-        return self._engine.describe()
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         refuse_copy()

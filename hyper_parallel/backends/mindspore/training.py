@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, mint, ops
 from mindspore.experimental import optim
 from mindspore.profiler import mstx
 
-from hyper_parallel.backends.mindspore.optimizer import Muon
+from hyper_parallel.backends.mindspore.optimizer import Muon, step_with_none
 from hyper_parallel.core.backend import LocatedTargets
 
 
@@ -50,16 +50,7 @@ def apply_gradients(optimizer: Any, parameters: Sequence[Parameter], gradients: 
     if isinstance(optimizer, Muon):  # which leaves what has no gradient as it is
         optimizer(ordered)
         return
-    kept = [
-        (tensor, tensor.copy())
-        for index, gradient in enumerate(ordered)
-        if gradient is None
-        for tensor in (optimizer.parameters[index], optimizer.exp_avg[index], optimizer.exp_avg_sq[index])
-    ]
-    # `mutable`, or the compiled step warns that it takes the gradients for constants.
-    optimizer(tuple(ms.mutable(_or_zeros(g, p)) for g, p in zip(ordered, optimizer.parameters)))
-    for tensor, value in kept:
-        ops.assign(tensor, value)
+    step_with_none(optimizer, ordered)
 
 
 def is_profiled() -> bool:
@@ -162,11 +153,6 @@ def _count(targets: LocatedTargets, like: Tensor) -> Tensor:
 def _sum(values: Tensor) -> Tensor:
     """The sum of a 1-D tensor, of nothing too."""
     return values.sum() if values.size else mint.zeros((), dtype=values.dtype)
-
-
-def _or_zeros(gradient: Tensor | None, parameter: Parameter) -> Tensor:
-    """What MindSpore's optimizer takes for a missing gradient."""
-    return mint.zeros(parameter.shape, dtype=parameter.dtype) if gradient is None else gradient
 
 
 class _NothingToUpdate:

@@ -12,7 +12,7 @@ from hyper_parallel.core.backend import Parameter, Tensor
 from hyper_parallel.core.errors import LayoutError
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.muon.fixed import refuse_copy, refuse_new_group
+from hyper_parallel.core.muon.face import Planned, refuse_copy
 from hyper_parallel.core.muon.meshes import names_of_axes
 from hyper_parallel.core.placement import Placement, Replicate, Shard, StridedShard
 
@@ -99,7 +99,7 @@ class AdamW:
                 local(state[name]).copy_(value)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Planned, torch.optim.Optimizer):
     """Muon on matrices and AdamW on all else; made by `hyper_parallel.Muon`, which tells what it does.
 
     `step()` takes the gradients that are on the parameters. `param_groups`, `zero_grad`, hooks and learning-rate
@@ -111,12 +111,6 @@ class Muon(torch.optim.Optimizer):
         super().__init__(engine.groups, {"lr": engine.groups[0]["lr"]})
         self._engine = engine
         self.state.update(zip(engine.parameters, engine.states()))
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made: who orthogonalizes what is planned for all parameters together."""
-        if self._engine is not None:
-            refuse_new_group()
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -154,26 +148,6 @@ class Muon(torch.optim.Optimizer):
         self._engine.load_state_dict(saved, self.param_groups)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
-
-    def full_state(self) -> dict[str, Any]:
-        """All state, whole, as numpy on every rank; see `hyper_parallel.Muon`. Called by all ranks."""
-        return self._engine.full_state(self.param_groups)
-
-    def load_full_state(self, values: Mapping[str, Any]) -> None:
-        """Go on from what `full_state` gave, on any mesh and from either framework. Each rank takes its part.
-
-        Raises:
-            CheckpointError: lists what is missing, unknown or of another shape; nothing is changed then.
-        """
-        self._engine.load_full_state(values, self.param_groups)
-
-    def observe_attention(self, maxima: Mapping[str, Tensor]) -> None:
-        """Tell the largest attention logits of each head, for `qk_clip`; see `hyper_parallel.Muon`."""
-        self._engine.observe_attention(maxima)
-
-    def describe(self) -> str:
-        """The plan, in words."""
-        return self._engine.describe()
 
     def __getstate__(self) -> NoReturn:
         refuse_copy()

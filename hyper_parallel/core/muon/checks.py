@@ -33,6 +33,9 @@ class Agreement:
         self._backend = backend
         self._members = members
         self._check_finite = check_finite
+        rank = backend.collectives.rank()
+        self._shapes = [each.layout.local_shape(rank) for each in members]
+        self._filled = [number for number, each in enumerate(members) if each.layout.local_numel(rank)]
         ranks = sorted({rank for each in members for rank in each.layout.mesh.ranks})
         self._group = _connected(backend, ranks, [*_along_cuts(backend, members), *others])
 
@@ -71,13 +74,12 @@ class Agreement:
             error = GradientError(f"Muon: {len(gradients)} gradients for {len(members)} parameters; give one for each")
             return [None] * len(members), Found(error)
         local = [local_gradient(backend, each) for each in gradients]
-        for each, whole, gradient in zip(members, gradients, local):
+        for each, wanted, whole, gradient in zip(members, self._shapes, gradients, local):
             change = change_since(backend, each)
             if change:
                 return local, Found(
                     LayoutError(f"Muon: {each.name} has changed since the optimizer was made: {change}. Make a new one")
                 )
-            wanted = each.layout.local_shape(backend.collectives.rank())
             if (
                 gradient is not None
                 and tuple(gradient.shape) != wanted
@@ -89,9 +91,8 @@ class Agreement:
                         f"{backend.collectives.rank()}, and the parameter {list(wanted)}"
                     )
                 )
-        filled = [n for n, each in enumerate(members) if each.layout.local_numel(backend.collectives.rank())]
-        present = tuple(n for n in filled if local[n] is not None)
-        missing = tuple(n for n in filled if local[n] is None)
+        present = tuple(n for n in self._filled if local[n] is not None)
+        missing = tuple(n for n in self._filled if local[n] is None)
         return local, Found(None, present, missing, self._not_finite({n: local[n] for n in present}))
 
     def _not_finite(self, gradients: dict[int, Tensor]) -> tuple[int, ...]:
