@@ -124,6 +124,12 @@ class Layout:
         """The layout of the gradient."""
         return Layout(self.mesh, self.gradient_placements, self.shape)
 
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks hold different elements."""
+        axes = zip(self.mesh.names, self.mesh.shape, self.placements)
+        return tuple(axis for axis, size, placement in axes if size > 1 and placement != WHOLE)
+
     def placement(self, axis: str) -> Placement:
         """The placement along a mesh axis; replicated along an axis that the mesh does not have."""
         if axis in self.mesh.names:

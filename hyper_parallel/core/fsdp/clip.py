@@ -10,9 +10,7 @@ import numpy as np
 from hyper_parallel.core.backend import Backend, Group, Module, Parameter, Tensor
 from hyper_parallel.core.errors import ConfigError
 from hyper_parallel.core.fsdp.unit import units_of
-from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.peers import gathered
-from hyper_parallel.core.placement import Replicate
 
 
 def clip_grad_norm_(
@@ -31,10 +29,10 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ConfigError(f"clip_grad_norm_: max_norm is {max_norm}; it must be zero or more")
     split_over = {
-        id(each.parameter): backend.collectives.groups(each.layout.mesh.groups(_cut_axes(each.layout)))
+        id(each.parameter): backend.collectives.groups(each.layout.mesh.groups(each.layout.cut_axes))
         for unit in units_of(backend, model)
         for each in unit.parameters
-        if _cut_axes(each.layout)
+        if each.layout.cut_axes
     }
     by_group: dict[tuple[int, ...], tuple[Group, list[Tensor]]] = {}
     whole: list[Tensor] = []
@@ -54,16 +52,6 @@ def clip_grad_norm_(
             if gradient is not None:
                 backend.tensors.scale_(gradient, factor)
     return norm
-
-
-def _cut_axes(layout: Layout) -> tuple[str, ...]:
-    """The mesh axes whose ranks hold different elements."""
-    mesh = layout.mesh
-    return tuple(
-        axis
-        for axis, size, placement in zip(mesh.names, mesh.shape, layout.placements)
-        if size > 1 and placement != Replicate()
-    )
 
 
 def _sum(backend: Backend, value: float, group: Group) -> float:

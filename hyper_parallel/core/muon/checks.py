@@ -8,7 +8,7 @@ import numpy as np
 
 from hyper_parallel.core.backend import Backend, Group, Tensor
 from hyper_parallel.core.errors import ConfigError, GradientError, HyperParallelError, LayoutError
-from hyper_parallel.core.muon.storage import Stored, change_since, cut_axes, local_gradient
+from hyper_parallel.core.muon.storage import Stored, change_since, local_gradient
 
 SHOWN = 6
 
@@ -173,7 +173,7 @@ def _along_cuts(backend: Backend, members: Sequence[Stored]) -> list[Group]:
     """For each mesh the ranks that hold parts of what this rank holds parts of."""
     axes: dict = {}
     for each in members:
-        axes.setdefault(each.layout.mesh, set()).update(cut_axes(each.layout))
+        axes.setdefault(each.layout.mesh, set()).update(each.layout.cut_axes)
     groups = []
     for mesh, cut in axes.items():
         ranks = sorted(mesh.group_of(backend.collectives.rank(), [name for name in mesh.names if name in cut]))

@@ -20,7 +20,6 @@ from hyper_parallel.core.muon.state import (
     plain,
     take_options,
 )
-from hyper_parallel.core.muon.storage import cut_axes
 from hyper_parallel.core.peers import group_along
 from hyper_parallel.core.replay import redistribution
 
@@ -92,7 +91,7 @@ def _of_muon(lane: Lane, index: int, member: int) -> dict[str, Any]:
         values[MASTER] = _put_together(lane, index, [(part, part.master) for part in parts])
     if lane.rule_of(index) is not None:
         own, layout = tensors.from_numpy(lane.second_moments.full(index)), lane.plan.parameters[index].layout
-        _sum(lane, own, group_along(lane.backend.collectives, layout.mesh, cut_axes(layout)))
+        _sum(lane, own, group_along(lane.backend.collectives, layout.mesh, layout.cut_axes))
         _sum(lane, own, lane.replicas.get(index))
         values[SECOND] = tensors.to_numpy(own)
     return values

@@ -10,7 +10,7 @@ from hyper_parallel.core.errors import ConfigError, LayoutError
 from hyper_parallel.core.fsdp.build import is_replaced, layout_of
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
-from hyper_parallel.core.placement import Partial, Replicate
+from hyper_parallel.core.placement import Partial
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,6 @@ def local_gradient(backend: Backend, gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else backend.optimizer.local(gradient)
 
 
-def cut_axes(layout: Layout) -> tuple[str, ...]:
-    """The mesh axes whose ranks hold different elements."""
-    axes = zip(layout.mesh.names, layout.mesh.shape, layout.placements)
-    return tuple(axis for axis, size, placement in axes if size > 1 and placement != Replicate())
-
-
 def _is_whole(layout: Layout) -> bool:
     """Tell whether every rank holds all of it."""
-    return not cut_axes(layout)
+    return not layout.cut_axes
