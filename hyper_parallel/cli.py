@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Sequence
 
 from hyper_parallel.arguments import parse
 from hyper_parallel.core.errors import HyperParallelError
+
+_FIRST_RANK_S = 5.0  # how long the others leave the first rank to tell what is wrong on all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,14 +85,19 @@ _COMMANDS = {"train": _train, "compare": _compare, "plan": _plan, "validate": _v
 
 
 def _complain(message: str, status: int, ranks_ran: bool = False) -> int:
-    from hyper_parallel.core.launch import is_further_rank
+    from hyper_parallel.core.launch import is_further_rank, is_scheduler
 
     if ranks_ran and sys.stdout.isatty():
         # A rank that ended under its progress bar has left the cursor hidden, in the middle of a line.
         print("\x1b[?25h")
-    # What is wrong before the ranks have met is wrong on every rank that a launcher started: one tells it.
-    if not is_further_rank(os.environ):
-        print(f"hyper-parallel: {message}", file=sys.stderr)
+    further = is_further_rank(os.environ)
+    if further and (ranks_ran or is_scheduler(os.environ)):
+        return status
+    if further:
+        # What is wrong before the ranks have met is wrong on every rank, as a rule: the first one tells it, and its
+        # launcher, which ends all when one has ended, needs time for that. Who is left has a mistake of its own.
+        time.sleep(_FIRST_RANK_S)
+    print(f"hyper-parallel: {message}", file=sys.stderr)
     return status
 
 

@@ -1,7 +1,8 @@
 """The place of this process among ranks that a launcher has started, from the environment that the launcher set.
 
 - torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
-- msrun: MS_ROLE=MS_WORKER, MS_WORKER_NUM, RANK_ID or MS_NODE_ID, DEVICE_ID, MS_SCHED_HOST, MS_SCHED_PORT
+- msrun: MS_ROLE=MS_WORKER, MS_WORKER_NUM, RANK_ID or MS_NODE_ID, DEVICE_ID, MS_SCHED_HOST, MS_SCHED_PORT;
+  MS_ROLE=MS_SCHED for its scheduler, which runs the same command, joins as well, and ends inside of that
 - a rank table: RANK_TABLE_FILE, RANK_ID, RANK_SIZE, DEVICE_ID
 """
 
@@ -46,7 +47,7 @@ def _launcher(backend: str, environment: Mapping[str, str]) -> str | None:
         return "torchrun" if {"RANK", "WORLD_SIZE"} <= environment.keys() else None
     if "TORCHELASTIC_RUN_ID" in environment:
         raise ConfigError("backend: torchrun has started this process, but mindspore needs msrun or a rank table")
-    if environment.get("MS_ROLE") == "MS_WORKER":
+    if environment.get("MS_ROLE") in ("MS_WORKER", "MS_SCHED"):
         return "msrun"
     return "rank_table" if {"RANK_TABLE_FILE", "RANK_ID"} <= environment.keys() else None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel import cli
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.errors import CommunicationError, ConfigError
 from hyper_parallel.core.launch import is_further_rank, is_scheduler, launch_from_environment
@@ -38,6 +39,12 @@ def test_torchrun_tells_a_rank_its_place():
 
 def test_msrun_tells_a_rank_its_place():
     assert launch_from_environment("mindspore", MSRUN) == Launch(3, 4, 1, "node0", 2950, "msrun")
+
+
+def test_the_scheduler_of_msrun_joins_as_well():
+    scheduler = {name: MSRUN[name] for name in ("MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")}
+    found = launch_from_environment("mindspore", {**scheduler, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"})
+    assert found == Launch(0, 4, 0, "node0", 2950, "msrun")
 
 
 def test_a_rank_table_tells_a_rank_its_place(tmp_path: Path):
@@ -81,6 +88,18 @@ def test_one_rank_speaks_for_all():
     scheduler = {**MSRUN, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"}
     assert is_scheduler(scheduler) and is_further_rank(scheduler)
     assert not is_further_rank({})
+
+
+@pytest.mark.parametrize("rank, waits", [("0", []), ("1", [5.0])], ids=["first", "other"])
+def test_a_mistake_of_another_rank_is_told_when_the_first_has_had_time_to(rank, waits, monkeypatch, capsys):
+    """What the launcher ends once the first rank has told it never comes to that."""
+    waited = []
+    for name, value in {**TORCHRUN, "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    assert cli.main(["train", "nowhere.yaml"]) == 2
+    assert waited == waits
+    assert capsys.readouterr().err.startswith("hyper-parallel: can't read the configuration nowhere.yaml")
 
 
 def test_the_launcher_must_start_as_many_ranks_as_the_configuration_asks_for():

@@ -177,5 +177,15 @@ def test_ranks_that_msrun_has_started_train_together(tmp_path: Path) -> None:
 
 
 def _launched(command: list[str], cwd: Path) -> None:
-    ended = subprocess.run(command, cwd=cwd, env=runs.environment(cwd), capture_output=True, text=True, timeout=150)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    """Run a launcher to its end, which must be a good one. When it is not, all that its ranks have printed is shown."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=runs.environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        # A rank waits 120 s for another, and msrun's scheduler misses a rank after 30 s: time enough to tell the cause.
+        printed, late = process.communicate(timeout=300)[0], False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # both launchers then end what they have started
+        printed, late = process.communicate(timeout=60)[0], True
+    logs = [f"--- {log.name}\n{log.read_text()}" for log in sorted(cwd.glob("logs/*.log"))]
+    assert not late and process.returncode == 0, "\n".join(["it was late" if late else "it failed", printed, *logs])

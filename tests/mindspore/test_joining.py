@@ -83,6 +83,18 @@ except CommunicationError as error:
     print(error)
 """
 
+BUSY_FOR_LONGER = """
+if rank == 0:
+    all_reduce = collectives.all_reduce
+    def longer(*arguments):
+        all_reduce(*arguments)
+        time.sleep(1)  # as if another rank had not answered yet
+    collectives.all_reduce = longer
+began = time.monotonic()
+collectives.barrier()
+print(time.monotonic() - began)
+"""
+
 WAIT_FOR_A_MESSAGE = """
 if rank == 1:
     {other}
@@ -98,6 +110,10 @@ def test_ranks_leave_one_by_one_and_do_not_come_back():
     said, peer_said = both(JOIN + LEAVE_AND_COME_BACK)
     assert said == peer_said
     assert said == "this process has left its job, and MindSpore joins only once: start a new process\n"
+
+
+def test_no_rank_leaves_a_barrier_while_another_may_still_wait_for_its_answer():
+    assert all(float(seconds) >= 1 for seconds in both(JOIN + BUSY_FOR_LONGER))
 
 
 @pytest.mark.parametrize("other", ["time.sleep(13)", "sys.exit(0)"], ids=["is silent", "is gone"])

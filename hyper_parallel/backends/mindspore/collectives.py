@@ -7,6 +7,10 @@ float64) are made here in rank order, and reduce-scatter and all-to-all are dire
 mccl's messages carry no tag: what a pair of ranks exchanges is matched by its order alone. Every collective here is
 finished when it returns, except an asynchronous `receive`, which would block two ranks that receive before they send.
 It is finished in `wait`, or before the next collective that shares a rank with it, whichever comes first.
+
+A sender waits until the receiver has answered, which a thread of the receiver does. A rank that ended right after a
+collective could take that answer with it, and the sender would wait until its time is up. So the barrier of all ranks
+ends with a `Meeting`, after which every rank may end.
 """
 
 from __future__ import annotations
@@ -43,9 +47,11 @@ from hyper_parallel.core.backend import Launch, Work
 from hyper_parallel.core.behind import at_once, on_stream
 from hyper_parallel.core.errors import CommunicationError
 from hyper_parallel.core.job import Call, Job, RankGroup
+from hyper_parallel.core.meeting import Meeting
 
 _job = Job()
 _store: Any = None  # must live as long as the job: the first rank's serves the others
+_meeting: Meeting | None = None  # of all ranks, where there are several on CPUs
 _side: ms.runtime.Stream | None = None  # where collectives wait that begin `behind` others
 _has_left = False  # MindSpore can connect to the others only once in the life of a process
 # Receives that wait for their message, by source, in the order in which they were asked for.
@@ -57,7 +63,7 @@ def initialize(launch: Launch) -> None:
 
     Raises `CommunicationError` when a rank does not come within `launch.timeout_s`, or when this process has left
     other ranks before, `ConfigError` for a launcher that is not one of MindSpore's."""
-    global _store
+    global _meeting, _store
     _job.require_outside()
     if _has_left:
         raise CommunicationError("this process has left its job, and MindSpore joins only once: start a new process")
@@ -69,12 +75,17 @@ def initialize(launch: Launch) -> None:
         world = RankGroup(tuple(range(size)), get_rank(), GlobalComm.WORLD_COMM_GROUP if size > 1 else None)
     _job.enter(launch, world, "MindSpore")
     rest_when_idle()
+    if world.size > 1 and on_cpu():
+        _meeting = Meeting(launch, lambda value: gather_objects(value)[0], Call("initialize", world))
     barrier()  # the first rank to join must not end before the last one has
 
 
 def shutdown() -> None:
-    """Leave the job; harmless when not initialised."""
-    global _has_left, _store
+    """Leave the job; harmless when not initialised. Where all goes well it comes after a `barrier`."""
+    global _has_left, _meeting, _store
+    if _meeting is not None:
+        _meeting.close()
+        _meeting = None
     if _job.world.handle is not None:
         dist.destroy_process_group()
         _has_left = True
@@ -252,11 +263,13 @@ def behind(works: Sequence[Work], start: Callable[[], Sequence[Work]]) -> tuple[
 
 
 def barrier(group: RankGroup | None = None) -> None:
-    """Return when every rank of the group (default: world) has called."""
+    """Return when every rank of the group (default: world) has called. After one of all ranks, any of them may end."""
     group = group or world()
     if group.size > 1 and on_cpu():
         # dist.barrier synchronises too, but logs that a CPU is not supported.
         all_reduce(ms.Tensor([0], ms.int32), group)
+        if _meeting is not None and group.ranks == world().ranks:
+            _meeting.hold(Call("barrier", group))
     elif group.size > 1:
         with Call("barrier", group):
             dist.barrier(group.handle)

@@ -17,6 +17,7 @@ from mindspore.mint.distributed import distributed as dist_module
 from hyper_parallel.backends.mindspore.tensors import on_cpu
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.errors import CommunicationError, ConfigError
+from hyper_parallel.core.launch import is_scheduler
 
 FAILURES = (RuntimeError, ValueError, TypeError)
 """What MindSpore raises when a collective fails."""
@@ -50,7 +51,9 @@ def join(launch: Launch) -> Any:
     if launch.launcher not in ("local", "msrun", "rank_table"):
         known = '"msrun", "rank_table", "local" or "single"'
         raise ConfigError(f"MindSpore knows no launcher {launch.launcher!r}: {known}")
-    if on_cpu():  # how long a rank waits for a message before it takes the other one for dead
+    # How long a rank waits for a message before it takes the other one for dead. To msrun's scheduler the same variable
+    # says how long a rank may be silent, whatever it waits for: after a failure nothing else ends it.
+    if on_cpu() and not is_scheduler(os.environ):
         os.environ.setdefault("MS_NODE_TIMEOUT", str(max(1, round(launch.timeout_s))))
     backend = "mccl" if on_cpu() else "hccl"
     store = None
