@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hyper_parallel.backends.mindspore import collectives
+from hyper_parallel.backends.mindspore import collectives, joining
 from hyper_parallel.core.backend import Launch
 from hyper_parallel.core.errors import CommunicationError, ConfigError
 from tests.pool import REPOSITORY, free_port
@@ -58,6 +58,20 @@ def test_ranks_that_never_come_are_reported_within_the_timeout(rank, reason):
         collectives.initialize(launch)
     assert time.monotonic() - began < 60
     assert not collectives.is_initialized()
+
+
+@pytest.mark.parametrize("role, patience", [("MS_WORKER", "120"), ("MS_SCHED", None)], ids=["rank", "scheduler"])
+def test_a_rank_waits_as_long_as_it_is_told_and_the_scheduler_misses_ranks_sooner(role, patience, monkeypatch):
+    def init(backend):
+        raise RuntimeError("nobody is there")
+
+    monkeypatch.setattr(joining, "init", init)
+    monkeypatch.setenv("MS_ROLE", role)
+    monkeypatch.setenv("MS_NODE_TIMEOUT", "so that what is set here is taken back")
+    monkeypatch.delenv("MS_NODE_TIMEOUT")
+    with pytest.raises(CommunicationError, match="rank 0 of 2 could not join the others: nobody is there"):
+        joining.join(Launch(world_size=2, launcher="msrun"))
+    assert os.environ.get("MS_NODE_TIMEOUT") == patience
 
 
 JOIN = """
