@@ -15,6 +15,13 @@ from hyper_parallel.core.errors import CommunicationError, ConfigError
 from tests.pool import REPOSITORY, free_port
 
 
+@pytest.fixture(autouse=True)
+def _no_patience_is_inherited(monkeypatch):
+    """Who joins leaves its patience in the environment: neither the next test nor what that starts may find it."""
+    monkeypatch.setenv("MS_NODE_TIMEOUT", "any, so that what a test sets is taken back")
+    monkeypatch.delenv("MS_NODE_TIMEOUT")
+
+
 def test_before_joining_a_process_is_a_world_of_one():
     assert not collectives.is_initialized()
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
@@ -67,8 +74,6 @@ def test_a_rank_waits_as_long_as_it_is_told_and_the_scheduler_misses_ranks_soone
 
     monkeypatch.setattr(joining, "init", init)
     monkeypatch.setenv("MS_ROLE", role)
-    monkeypatch.setenv("MS_NODE_TIMEOUT", "so that what is set here is taken back")
-    monkeypatch.delenv("MS_NODE_TIMEOUT")
     with pytest.raises(CommunicationError, match="rank 0 of 2 could not join the others: nobody is there"):
         joining.join(Launch(world_size=2, launcher="msrun"))
     assert os.environ.get("MS_NODE_TIMEOUT") == patience
@@ -140,13 +145,12 @@ def test_a_message_that_never_comes_is_reported_within_the_timeout(other):
 
 def both(script: str) -> tuple[str, str]:
     """Run a script as two ranks; returns what each wrote to its standard output."""
-    environment = {name: value for name, value in os.environ.items() if name != "MS_NODE_TIMEOUT"}
     port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, rank, port],
             cwd=REPOSITORY,
-            env={**environment, "GLOG_v": "3"},
+            env={**os.environ, "GLOG_v": "3"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
