@@ -226,7 +226,7 @@ class Collectives(Protocol):
         Raises `CommunicationError` when a rank does not come within `launch.timeout_s`."""
 
     def shutdown(self) -> None:
-        """Leave the job; harmless when not initialised."""
+        """Leave the job; harmless when not initialised. Where all goes well it comes after a `barrier`."""
 
     def is_initialized(self) -> bool:
         """Tell whether `initialize` has run."""
@@ -315,7 +315,7 @@ class Collectives(Protocol):
             What to wait for until `works` are done, in the place of them, and what until the collectives are."""
 
     def barrier(self, group: Group | None = None) -> None:
-        """Return when every rank of the group (default: world) has called."""
+        """Return when every rank of the group (default: world) has called. After that of the world any rank may end."""
 
     def gather_objects(self, value: object, group: Group | None = None) -> list[object]:
         """Every rank's picklable `value`, in group order. For small things outside the step."""
