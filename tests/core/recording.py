@@ -12,6 +12,7 @@ from hyper_parallel.core.fsdp.schedule import Schedule, Settings
 class FakeUnit:
     name: str
     reshard_after_forward: bool | int | None = True
+    stays_for_backward: bool = True
     needs_reduction: bool = True
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -64,6 +65,9 @@ class Recorder:
 
     def free(self, unit):
         self._turn(unit, ("readable", "shrunk"), "free", "free")
+
+    def retain(self, unit):
+        self._turn(unit, ("readable",), "readable", "retain")
 
     def _step(self, reduction, before, after, event):
         assert reduction.state == before, f"{event} {reduction.unit.name} while it is {reduction.state}"

@@ -104,9 +104,9 @@ def test_the_table_shows_every_parameter_and_the_totals():
     # embed 160 B, two q of 64 B, norms of 12 B (2 and 1 of its 3 rows) and 16 B, w of 32 B
     kept = "rank 0, which holds the most, keeps 176 B of 348 B of parameters, 176 B of gradients and 352 B"
     assert kept in " ".join(text.split())
-    # half of each travels: root 88 B once; blocks (32 + 8) and (32 + 16) B twice
+    # half of each travels: root 88 B, blocks (32 + 8) and (32 + 16) B, which stay after forward
     assert made.traffic() == (
-        Flow("parameters", "all_gather", ("shard",), "fast", 264),
+        Flow("parameters", "all_gather", ("shard",), "fast", 176),
         Flow("parameters", "reduce_scatter", ("shard",), "fast", 176),
         Flow("parameters", "all_reduce", ("replicate",), "fast", 176),
     )

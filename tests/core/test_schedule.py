@@ -63,8 +63,8 @@ def test_backward_fetches_the_layer_before_while_a_layer_computes():
     engine.backward(model)
     found = [event for event in story(engine, without=()) if "gather" in event or "free" in event]
     assert found == [
-        "gather 3", "wait gather 3", "gather 2",  # the root's backward fetches 3, that of 3 fetches 2
-        "free 3", "wait gather 2", "gather 1",
+        "gather 3", "gather 2", "wait gather 3",  # the root's backward fetches 3, that of 3 fetches 2
+        "free 3", "gather 1", "wait gather 2",
         "free 2", "wait gather 1", "free 1", "free root",
     ]  # fmt: skip
 
@@ -75,11 +75,89 @@ def test_forward_fetches_what_came_next_in_the_last_forward():
     engine.events.clear()
     engine.forward(model, recording=False)
     assert story(engine, without=()) == [
-        "gather root", "wait gather root", "gather 1",
-        "wait gather 1", "gather 2", "free 1",
-        "wait gather 2", "gather 3", "free 2",
+        "gather root", "gather 1", "wait gather root",  # what comes next is under way while a gather is waited for
+        "gather 2", "wait gather 1", "free 1",
+        "gather 3", "wait gather 2", "free 2",
         "wait gather 3", "free 3", "free root",
     ]  # fmt: skip
+
+
+def test_what_backward_would_gather_at_its_very_beginning_is_not_freed_after_forward():
+    engine, model = flat(layers="123")
+    engine.forward(model)
+    engine.backward(model)
+    engine.events.clear()
+    engine.forward(model)
+    kept = ["gather root", "gather 1", "gather 2", "free 1", "gather 3", "retain 2", "retain 3"]
+    assert story(engine) == kept
+    engine.backward(model)
+    found = [event for event in story(engine) if "gather" in event or "free" in event]
+    assert found == ["free 3", "gather 1", "free 2", "free 1", "free root"]
+
+
+@pytest.mark.parametrize(("depth", "stay"), [(0, "4"), (1, "34"), (2, "234"), (9, "1234")])
+def test_as_many_stay_for_backward_as_it_fetches_at_its_beginning(depth, stay):
+    engine, model = flat(Settings(1, depth), layers="1234")
+    for _ in range(2):
+        engine.forward(model)
+    assert engine.runtime.gathered == {"root", *stay}
+    assert engine.runtime.most <= 2 + max(depth, 1)
+
+
+def test_nothing_stays_where_no_backward_is_to_come():
+    engine, model = flat(layers="123")
+    engine.forward(model)
+    engine.forward(model, recording=False)
+    assert not engine.runtime.buffers
+
+
+def test_of_units_that_say_what_to_fetch_in_backward_the_first_one_alone_stays():
+    engine, model = flat(layers="1234")
+    model.calls[-1].unit.backward_prefetch = [model.calls[0].unit]
+    for _ in range(2):
+        engine.forward(model)
+    assert engine.runtime.gathered == {"root", "4"}
+
+
+def test_a_unit_that_is_not_gathered_for_backward_does_not_stay_for_it():
+    engine, model = flat(layers="123")
+    model.calls[-1].unit.unshard_in_backward = False
+    for _ in range(2):
+        engine.forward(model)
+    assert engine.runtime.gathered == {"root", "2"}
+
+
+def test_what_stays_for_backward_is_freed_when_forward_goes_on_longer_than_the_last_one():
+    engine, model = flat(layers="12345")
+    *calls, fourth, fifth = model.calls
+    model.calls[:] = calls
+    engine.forward(model)
+    model.calls[:] = [*calls, fourth, fifth]
+    engine.events.clear()
+    engine.forward(model)
+    found = story(engine)
+    assert found[found.index("retain 3") :] == [
+        "retain 3",
+        "free 2",
+        "free 3",
+        "gather 4",
+        "free 4",
+        "gather 5",
+        "free 5",
+    ]
+    engine.backward(model)
+    assert not engine.runtime.buffers
+
+
+def test_a_unit_that_stays_for_backward_and_is_called_once_more_is_there():
+    engine, model = flat(layers="12")
+    engine.forward(model)
+    model.calls.append(model.calls[-1])
+    engine.events.clear()
+    engine.forward(model)
+    assert [event for event in story(engine) if event.endswith(" 2")] == ["gather 2", "retain 2", "free 2"]
+    engine.backward(model)
+    assert not engine.runtime.buffers
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
@@ -368,7 +446,7 @@ def test_what_needs_no_reduction_is_settled_at_once():
 
 
 def test_a_recompute_gathers_once_fetches_nothing_ahead_and_keeps_the_parameters_for_the_backward_that_follows():
-    engine, model = flat(layers="12")
+    engine, model = flat(layers="1234")
     engine.forward(model)
     engine.forward(model)
     engine.events.clear()

@@ -43,18 +43,22 @@ def whole_bytes(backend, config):
 
 
 def travelled(backend, config, sizes):
-    """What a step of a planned model has brought this rank by kind of collective, and what the plan says of the rank
-    with the most."""
+    """What a step of a planned model after its first one has brought this rank by kind of collective, and what the plan
+    says of the rank with the most."""
     model, loss = build(backend, config)
     plan = hp.plan(model, hp.DeviceMesh.from_sizes(sizes))
     hp.parallelize(model, plan)
-    parameters = hp.trainable_parameters(model)
-    hp.value_and_grad(loss, [p for _, p in parameters])(batch(backend, config, backend.collectives.rank()))
-    counts = total(each for unit in units_of(backend, model) for each in unit.parameters)
+    step = hp.value_and_grad(loss, [p for _, p in hp.trainable_parameters(model)])
+    found = []
+    for _ in range(2):
+        step(batch(backend, config, backend.collectives.rank()))
+        counts = total(each for unit in units_of(backend, model) for each in unit.parameters)
+        found.append((counts.gathered, counts.scattered, counts.summed))
+    first, both = found
     said = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
     for flow in traffic(plan):
         said[flow.kind] += flow.bytes
-    return (counts.gathered, counts.scattered, counts.summed), tuple(said.values())
+    return tuple(after - before for before, after in zip(first, both)), tuple(said.values())
 
 
 def fused_buffers(backend, config, sizes):

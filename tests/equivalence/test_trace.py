@@ -7,7 +7,7 @@ BACKWARD = ["layers.1", "layers.0", "(root)"]
 
 BLOCK = """\
 unit layers.0: 3 parameters, 180 bytes when gathered
-  gathered over the ranks 0, 1 (fast tier); after forward freed
+  gathered over the ranks 0, 1 (fast tier); after forward freed, unless backward begins with it
     scale [3] float32: dim 0 cut in 2, here [2]
     up [7, 3] float32: dim 0 cut in 2, here [4, 3]
     down [3, 7] float32: dim 0 cut in 2, here [2, 7]
@@ -19,15 +19,12 @@ unit layers.0: 3 parameters, 180 bytes when gathered
 
 STEP = """\
 a step, when the modules run in this order:
-  before forward of (root): start gather (root), wait for gather (root), start gather layers.0
-  before forward of layers.0: wait for gather layers.0, start gather layers.1
-  after forward of layers.0: free layers.0
+  before forward of (root): start gather (root), start gather layers.0, wait for gather (root)
+  before forward of layers.0: start gather layers.1, wait for gather layers.0
+  after forward of layers.0: retain layers.0
   before forward of layers.1: wait for gather layers.1
-  after forward of layers.1: free layers.1
-  before backward of (root): start gather layers.1
-  before backward of layers.1: wait for gather layers.1, start gather layers.0
+  after forward of layers.1: retain layers.1
   gradients of layers.1: start reduce-scatter layers.1
-  before backward of layers.0: wait for gather layers.0
   after backward of layers.1: free layers.1
   gradients of layers.0: wait for reduce-scatter layers.1, start reduce-scatter layers.0, start all-reduce layers.1
   after backward of layers.0: free layers.0

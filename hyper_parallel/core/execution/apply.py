@@ -160,7 +160,8 @@ def _carry_out(
     for unit in plan.units:
         members = [held[each.name] for each in plan.members(unit.name)]
         module = facts.modules[unit.name]
-        reshard = unit.reshard_after_forward or (None if unit.name == ROOT else False)
+        usual = unit.reshard_after_forward is not (unit.name == ROOT)
+        reshard = None if usual else unit.reshard_after_forward
         build.make_unit(backend, unit.name, [module], members, plan.mesh, reshard, how["precision"])
     if following is not None:
         hooks += following.paths()

@@ -73,7 +73,9 @@ def _after_forward(unit: Unit) -> str:
     kept = unit.reshard_after_forward
     if kept is False or kept is None:
         return "kept for backward"
-    return "freed" if kept is True else f"kept in parts by {kept} neighbours together"
+    if kept is not True:
+        return f"kept in parts by {kept} neighbours together"
+    return "freed, unless backward begins with it" if unit.stays_for_backward else "freed"
 
 
 def _count(count: int, what: str) -> str:
@@ -87,6 +89,7 @@ class _StandIn:
     name: str
     needs_reduction: bool
     reshard_after_forward: bool | int | None
+    stays_for_backward: bool
     reshard_after_backward: bool
     unshard_in_backward: bool
     early_all_reduce: bool
@@ -145,6 +148,7 @@ def _stand_ins(order: Sequence[Unit]) -> list[_StandIn]:
             unit.name,
             unit.needs_reduction,
             unit.reshard_after_forward,
+            unit.stays_for_backward,
             unit.reshard_after_backward,
             unit.unshard_in_backward,
             unit.early_all_reduce,

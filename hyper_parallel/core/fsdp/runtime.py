@@ -52,6 +52,10 @@ class BackendRuntime:
         for each in unit.parameters:
             each.free()
 
+    def retain(self, unit: Unit) -> None:
+        """Let modules see the shards again; the buffers stay as they are."""
+        unit.sight.hide()
+
     def keep(self, reduction: UnitReduction) -> None:
         """Add the full gradients to those that the unit keeps."""
         with self._backend.autograd.no_grad():

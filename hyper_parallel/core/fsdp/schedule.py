@@ -4,10 +4,11 @@ A `Schedule` hears what happens to units (a forward begins, a gradient arrives, 
 It knows no tensor and no framework: both backends drive the same object, and so does a recording runtime in the
 tests.
 
-Forward: gather before, free after. Backward: gather before the first gradient enters a unit, free when the last has
-left it, reduce when the gradients of all its parameters are complete. What is likely to come next is fetched ahead: in
-forward by the order of the last forward, in backward by that order reversed, unless a unit says itself what to fetch.
-A recompute fetches nothing ahead. Layers are counted in forward order, backward runs downwards:
+Forward: gather before, free after; what backward would gather again at its very beginning, by the order of the last
+forward, may stay. Backward: gather before the first gradient enters a unit, free when the last has left it, reduce when
+the gradients of all its parameters are complete. What is likely to come next is fetched ahead, before a unit's own gather
+is waited for: in forward by the order of the last forward, in backward by that order reversed, unless a unit says
+itself what to fetch. A recompute fetches nothing ahead. Layers are counted in forward order, backward runs downwards:
 
     post-backward step of layer l:  (1) wait for the reduce-scatter of layer l+1
                                     (2) settle what needs no reduction
@@ -40,6 +41,8 @@ class ScheduledUnit(Protocol):
     reshard_after_forward: bool | int | None
     """Free after forward: yes, no, all but the part that a group of so many ranks needs to gather it again; None for
     only where no backward is to come."""
+    stays_for_backward: bool
+    """But do not free it after forward if backward would gather it again at its very beginning."""
     reshard_after_backward: bool
     unshard_in_backward: bool
     early_all_reduce: bool
@@ -74,6 +77,9 @@ class Runtime(Protocol):
 
     def free(self, unit: ScheduledUnit) -> None:
         """Give the memory of the full parameters back, and that of what is kept of them."""
+
+    def retain(self, unit: ScheduledUnit) -> None:
+        """Leave the full parameters for backward; modules see them no more, as when they are freed."""
 
     def keep(self, reduction: Reduction) -> None:
         """Add the full gradients to what the unit keeps; the unit's next reduction takes it up before it starts."""
@@ -134,6 +140,8 @@ class Schedule:
         self._forwards: Counter[ScheduledUnit] = Counter()
         self._entered: list[ScheduledUnit] = []  # in the forward of the root that runs now, or the last one
         self._left: list[ScheduledUnit] = []
+        self._left_before: list[ScheduledUnit] = []  # in the last forward of the root that came to its end
+        self._retained: dict[ScheduledUnit, None] = {}  # left, and not freed, since backward is to begin with them
         self._root_runs = False
         self._forward_order = self._backward_order = Order()
         self.backward_number = 0
@@ -178,16 +186,17 @@ class Schedule:
         self._forget_backward()
         if disagreed:
             self.gathers.free_everything()
-            self._entered = []
+            self._entered, self._left_before = [], []
         self.gathers.free_what_is_not_kept()
         self._forward_order = Order(self._entered)
         self._entered, self._left, self._root_runs = [], [], True
+        self._retained.clear()
         return broken
 
     def after_root_forward(self, recording: bool) -> None:
         """The outermost unit is left."""
         if not self._runtime.in_backward():
-            self._root_runs = False
+            self._root_runs, self._left_before = False, self._left
             self._backward_order = Order(reversed(self._left))
             self.gathers.free_unused()
             if not recording:
@@ -195,14 +204,24 @@ class Schedule:
 
     def before_forward(self, unit: ScheduledUnit) -> None:
         """A module is about to run. A recompute need not come to its end."""
+        if not self._runtime.in_backward():
+            self._forwards[unit] += 1
+            if self._root_runs:
+                self._entered.append(unit)
+                self._free_wrongly_retained(unit)
+            self.gathers.fetch(unit)
+            if self._root_runs:
+                following = self._forward_order.after(unit, self.settings.forward_prefetch_depth)
+                self.gathers.fetch_ahead(unit.forward_prefetch or following)
         self.gathers.have(unit)
-        if self._runtime.in_backward():
-            return
-        self._forwards[unit] += 1
-        if self._root_runs:
-            self._entered.append(unit)
-            following = self._forward_order.after(unit, self.settings.forward_prefetch_depth)
-            self.gathers.fetch_ahead(unit.forward_prefetch or following)
+
+    def _free_wrongly_retained(self, entered: ScheduledUnit) -> None:
+        """Where the last forward came to its end this one goes on: backward will not begin with what was retained."""
+        self._retained.pop(entered, None)
+        if len(self._left) >= len(self._left_before) - 1:
+            for unit in self._retained:
+                self.gathers.free(unit)
+            self._retained.clear()
 
     def after_forward(self, unit: ScheduledUnit, recording: bool, watched: bool = True) -> None:
         """A module has run. In a recompute its parameters stay: the backward of the same module comes next.
@@ -223,19 +242,34 @@ class Schedule:
         elif wish is None:
             if not recording:
                 self.gathers.free(unit)
+        elif recording and self._root_runs and self._begins_backward(unit):
+            self._runtime.retain(unit)
+            self._retained[unit] = None
         elif wish is True or not recording:
             self.gathers.free(unit)
         else:
             self.gathers.shrink(unit)
+
+    def _begins_backward(self, unit: ScheduledUnit) -> bool:
+        """Tell whether the unit, which has just been left, is what backward needs first, or fetches ahead for that: if
+        this forward goes on as the last one did. Freed, it would be gathered again at once."""
+        *before, root = self._left_before or [unit]
+        place = len(self._left) - 1
+        if not (unit.stays_for_backward and unit.unshard_in_backward and unit in before[place : place + 1]):
+            return False
+        asked = root.backward_prefetch or before[-1].backward_prefetch
+        return len(before) - place <= 1 + (0 if asked else self.settings.backward_prefetch_depth)
 
     def before_backward(self, unit: ScheduledUnit) -> None:
         """The first gradient has reached the outputs of one call of a module."""
         self._arm()
         self._backwards[unit] += 1
         if unit.unshard_in_backward:
-            self.gathers.have(unit)
+            self.gathers.fetch(unit)
         following = self._backward_order.after(unit, self.settings.backward_prefetch_depth)
         self.gathers.fetch_ahead(each for each in unit.backward_prefetch or following if each.unshard_in_backward)
+        if unit.unshard_in_backward:
+            self.gathers.have(unit)
 
     def after_backward(self, unit: ScheduledUnit) -> None:
         """The last gradient has left the inputs of one call of a module."""

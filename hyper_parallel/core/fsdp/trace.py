@@ -24,6 +24,7 @@ EVENTS = {
     "wait_gather": "wait gather",
     "shrink": "shrink",
     "free": "free",
+    "retain": "retain",
     "keep": "keep",
     "issue_reduce_scatter": "issue reduce-scatter",
     "wait_reduce_scatter": "wait reduce-scatter",

@@ -81,6 +81,7 @@ class Unit:
         self.runs_method = False
         """A method runs that `register_fsdp_forward_method` has made a forward."""
         self.reshard_after_forward: bool | int | None = None
+        self.stays_for_backward = True
         self.set_reshard_after_forward(reshard_after_forward)
         self.sight = Sight(self)
         self._hooks = []
@@ -162,6 +163,7 @@ class Unit:
         self._free()  # what is kept now may be of another size
         size = self.shard_group.size
         self.part_group = None
+        self.stays_for_backward = asked is None
         if asked is None or isinstance(asked, bool):
             self.reshard_after_forward = asked
             return

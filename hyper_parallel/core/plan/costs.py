@@ -27,6 +27,8 @@ from hyper_parallel.core.wire import Step
 
 MOMENTS = 2
 """States that AdamW keeps for an element of a parameter, in the parameter's dtype."""
+BACKWARD_BEGINS_WITH = 2
+"""Units: the last one of the model, and the one that is fetched ahead of it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ def _gathered_bytes(plan: ShardingPlan) -> Counter:
 def traffic(plan: ShardingPlan, topology: Topology | None = None) -> tuple[Flow, ...]:
     """What a step moves, added up by collective; without a topology everything is fast.
 
+    A step after the first one: what backward begins with, the last unit and the one that it fetches ahead, stays after
+    forward; in the first step they are gathered twice, as the others always are (`core.fsdp.schedule`).
     Gradients are reduced over the axes in `pending`: scattered over `shard` first, so that other axes carry the piece.
     Activations count for the global batch `plan.tokens`, in the dtype that most trainable elements have.
 
@@ -137,18 +141,18 @@ Share = tuple[str, tuple[str, ...], str, Fraction]
 
 
 def _parameter_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[Share]:
-    reshards = {unit.name: unit.reshard_after_forward for unit in plan.units}
+    gathers = _gathers(plan)
     counted = Counter(
-        (each.shape, tuple(each.placements.items()), each.item_bytes, each.trainable, each.pending, reshards[each.unit])
+        (each.shape, tuple(each.placements.items()), each.item_bytes, each.trainable, each.pending, gathers[each.unit])
         for each in plan.parameters
     )
     tiers = _Tiers(plan.mesh, topology)
-    for (shape, placements, size, trainable, pending, reshard), count in counted.items():
+    for (shape, placements, size, trainable, pending, gathered), count in counted.items():
         piece = Layout(plan.mesh, dict(placements), shape).local_numel(plan.mesh.ranks[0]) * size * count
         shards = plan.mesh.axis_size("shard")
         cut = shards > 1 and "shard" in dict(placements)
         if cut:
-            yield tiers.flow("all_gather", ("shard",), (shards - 1) * piece * (2 if reshard else 1))
+            yield tiers.flow("all_gather", ("shard",), (shards - 1) * piece * gathered)
         if not trainable:
             continue
         if cut and "shard" in pending:
@@ -158,6 +162,12 @@ def _parameter_flows(plan: ShardingPlan, topology: Topology | None) -> Iterator[
         for axes in (together, *((axis,) for axis in reversed(apart) if axis in pending)):
             ranks = len(plan.mesh.group_of(plan.mesh.ranks[0], axes))
             yield tiers.flow("all_reduce", axes, Fraction(2 * (ranks - 1) * piece, ranks))
+
+
+def _gathers(plan: ShardingPlan) -> dict[str, int]:
+    """How often a step gathers each unit: for forward, and for backward if it has been freed."""
+    last = [unit.name for unit in plan.units if unit.name][-BACKWARD_BEGINS_WITH:]
+    return {unit.name: 1 + (unit.reshard_after_forward and unit.name not in last) for unit in plan.units}
 
 
 class _Tiers:
