@@ -275,8 +275,9 @@ def measure(place: Place, ways: dict[str, Way], batch: tuple, rounds: int, steps
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             way = ways[name]
             way.model.zero_grad()
+            sent = place.sent_bytes()
             dist.barrier()
-            sent, before = place.sent_bytes(), now()
+            before = now()
             for _ in range(steps):
                 way.step(*batch)
                 way.model.zero_grad()
@@ -301,8 +302,8 @@ def now() -> dict[str, float]:
 
 
 def predicted(size: Size) -> dict[str, int]:
-    """What the plan says that a rank receives on each tier in a step. In a plan norm and head belong to the outermost
-    unit, which is gathered once; here they are a unit and gathered twice."""
+    """What the plan says that a rank receives on each tier in a step. In a plan backward begins with the last two
+    blocks; here with the last one and the unit of norm and head, so that one block more is gathered twice."""
     with torch.device("meta"):
         model = Transformer(size)
         plan = hyper_parallel.plan(model, MESH)
@@ -310,8 +311,7 @@ def predicted(size: Size) -> dict[str, int]:
     topology = hyper_parallel.Topology((0, 0, 1, 1), (0, 0, 1, 1))
     for flow in plan.traffic(topology):
         flows[flow.tier] += flow.bytes
-    last = [*model.norm.parameters(), *model.head.parameters()]
-    flows["fast"] += sum(each.nbytes for each in last) // MESH.axis_size("shard")
+    flows["fast"] += sum(each.nbytes for each in model.blocks[-2].parameters()) // MESH.axis_size("shard")
     return dict(flows)
 
 

@@ -172,9 +172,10 @@ def all_reduce(tensor: torch.Tensor, group: RankGroup, async_op: bool = False) -
     target = _summable(tensor)
     if _stays_here(group, target):
         return _DONE
-    if (precision := _summed_in(target)) != target.dtype:
-        if group.size == 2:  # as many bytes as an all-reduce in half precision would send
-            return _launch(call, async_op, *swap_and_sum(target, group))
+    precision = _summed_in(target)
+    if group.size == 2 and target.device.type == "cpu" and (async_op or precision != target.dtype):
+        return _launch(call, async_op, *swap_and_sum(target, group))  # as many bytes as gloo would send
+    if precision != target.dtype:
         total = target.to(precision)
         return _launch(
             call,

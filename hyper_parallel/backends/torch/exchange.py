@@ -88,7 +88,8 @@ def send_pieces(
 
 
 def swap_and_sum(target: torch.Tensor, group: RankGroup) -> tuple[Callable[[], list[dist.Work]], Callable[[], None]]:
-    """An all-reduce between two ranks, of a 1-D tensor that is summed in a wider dtype than it travels in."""
+    """An all-reduce of a 1-D tensor between two ranks: each sends all of it to the other, in one message, and both sum.
+    That is as much as any all-reduce sends, and no part of it waits until another has been summed."""
     other = torch.empty_like(target)
     peer = group.ranks[1 - group.index]
 
