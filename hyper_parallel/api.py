@@ -268,8 +268,9 @@ def fully_shard(
         mesh: axes `replicate` and `shard`; by default all ranks on `shard`. Each unit may have its own, all over the
             same ranks: those of the job, or a part of them that trains a model of its own.
         reshard_after_forward: free the full parameters between forward and backward. By default yes, except for the
-            outermost unit, which is needed again at once. A number, a divisor of the size of `shard`, keeps a part:
-            neighbours, so many of them, gather from one another in backward.
+            outermost unit and those that backward begins with, which are needed again at once; True frees these, too.
+            A number, a divisor of the size of `shard`, keeps a part: neighbours, so many of them, gather from one
+            another in backward.
         shard_placement_fn: for a parameter (whole), the `Shard(dim)` to use, or None for `Shard(0)`. A dim other than
             0 costs a copy for each gather and each reduce-scatter.
         mp_policy: the dtypes to compute and to reduce in; by default those of the parameters. A policy of PyTorch's

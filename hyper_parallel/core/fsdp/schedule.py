@@ -6,9 +6,10 @@ tests.
 
 Forward: gather before, free after; what backward would gather again at its very beginning, by the order of the last
 forward, may stay. Backward: gather before the first gradient enters a unit, free when the last has left it, reduce when
-the gradients of all its parameters are complete. What is likely to come next is fetched ahead, before a unit's own gather
-is waited for: in forward by the order of the last forward, in backward by that order reversed, unless a unit says
-itself what to fetch. A recompute fetches nothing ahead. Layers are counted in forward order, backward runs downwards:
+the gradients of all its parameters are complete. What is likely to come next is fetched ahead, before a unit's own
+gather is waited for: in forward by the order of the last forward, in backward by that order reversed, unless a unit
+says itself what to fetch. A recompute fetches nothing ahead. Layers are counted in forward order, backward runs
+downwards:
 
     post-backward step of layer l:  (1) wait for the reduce-scatter of layer l+1
                                     (2) settle what needs no reduction
