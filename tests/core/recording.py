@@ -162,7 +162,7 @@ class Engine:
 
     def forward(self, root, recording=True):
         """A forward of the outermost unit."""
-        self.schedule.before_root_forward()
+        self.schedule.before_root_forward(recording)
         self._forward(root, recording, ())
         self.schedule.after_root_forward(recording)
 

@@ -111,6 +111,23 @@ def test_nothing_stays_where_no_backward_is_to_come():
     assert not engine.runtime.buffers
 
 
+def test_a_unit_that_will_be_recomputed_stays_as_well_though_nothing_is_recorded_inside():
+    engine, model = flat(layers="12")
+    for _ in range(2):
+        engine.events.clear()
+        engine.schedule.before_root_forward(True)
+        engine.schedule.before_forward(model.unit)
+        for call in model.calls:
+            engine.schedule.before_forward(call.unit)
+            engine.schedule.after_forward(call.unit, recording=False)
+        engine.schedule.after_forward(model.unit, recording=True)
+        engine.schedule.after_root_forward(True)
+    assert story(engine)[-2:] == ["retain 1", "retain 2"]
+    engine.runtime.backward = True
+    engine.schedule.before_forward(model.calls[1].unit)
+    assert story(engine) == []
+
+
 def test_of_units_that_say_what_to_fetch_in_backward_the_first_one_alone_stays():
     engine, model = flat(layers="1234")
     model.calls[-1].unit.backward_prefetch = [model.calls[0].unit]
@@ -495,7 +512,7 @@ def test_a_module_called_inside_itself_stays_gathered_until_the_outer_call_ends(
 def test_a_module_whose_outputs_can_not_be_watched_stays_gathered_until_the_settlement():
     engine, model = flat(layers="1")
     unit = model.calls[0].unit
-    engine.schedule.before_root_forward()
+    engine.schedule.before_root_forward(True)
     engine.schedule.before_forward(unit)
     engine.schedule.after_forward(unit, recording=True, watched=False)
     assert engine.schedule.gathers.is_readable(unit)

@@ -30,6 +30,7 @@ def test_offloaded_shards_train_to_the_same_bits(pool, backend_name, sizes, poli
         assert found[2] == expected[2], "norms"
         assert all(found[3]) and len(found[3]) == (2 * PARAMETERS * STEPS if far else 0)
         moved += found[4]
-    gathers = STEPS * (2 * (PARAMETERS - 1) + 1)  # the outermost unit stays gathered for backward
+    # The outermost unit stays gathered for backward, and so do both blocks after the first step.
+    gathers = 2 * (PARAMETERS - 1) + 1 + (STEPS - 1) * PARAMETERS
     rows = 10 if "replicate" in sizes else 5  # of both ranks together
     assert moved == ROW * rows * (gathers * far + STEPS * PARAMETERS)

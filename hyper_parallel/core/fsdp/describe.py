@@ -171,7 +171,7 @@ def _told_step(schedule: Schedule, told: _Told, units: Sequence[_StandIn]) -> It
             told.words.clear()
 
     root, *others = units
-    schedule.before_root_forward()
+    schedule.before_root_forward(recording=True)
     schedule.before_forward(root)
     yield from line(f"before forward of {_name(root)}")
     for unit in others:

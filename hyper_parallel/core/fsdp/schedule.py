@@ -143,7 +143,7 @@ class Schedule:
         self._left: list[ScheduledUnit] = []
         self._left_before: list[ScheduledUnit] = []  # in the last forward of the root that came to its end
         self._retained: dict[ScheduledUnit, None] = {}  # left, and not freed, since backward is to begin with them
-        self._root_runs = False
+        self._root_runs = self._root_records = False
         self._forward_order = self._backward_order = Order()
         self.backward_number = 0
         """Counts backward passes, so that events of one are not taken for events of another."""
@@ -172,7 +172,7 @@ class Schedule:
         self._backwards: Counter[ScheduledUnit] = Counter()
         self._reduced: set[ScheduledUnit] = set()
 
-    def before_root_forward(self) -> bool:
+    def before_root_forward(self, recording: bool) -> bool:
         """The outermost unit is entered: whatever an earlier step left behind (by an exception, or by a forward
         that no backward followed) is out of date, unless it is kept on purpose. Tells whether a backward was broken off
         or the ranks have disagreed, so that no graph from before is of use."""
@@ -190,7 +190,8 @@ class Schedule:
             self._entered, self._left_before = [], []
         self.gathers.free_what_is_not_kept()
         self._forward_order = Order(self._entered)
-        self._entered, self._left, self._root_runs = [], [], True
+        self._entered, self._left = [], []
+        self._root_runs, self._root_records = True, recording
         self._retained.clear()
         return broken
 
@@ -243,7 +244,7 @@ class Schedule:
         elif wish is None:
             if not recording:
                 self.gathers.free(unit)
-        elif recording and self._root_runs and self._begins_backward(unit):
+        elif self._root_runs and self._root_records and self._begins_backward(unit):
             self._runtime.retain(unit)
             self._retained[unit] = None
         elif wish is True or not recording:

@@ -252,7 +252,7 @@ class Unit:
         schedule = self.schedule
         if self._below is not None and not self.backend.autograd.in_backward():
             show_in_profiler(self.backend, schedule)
-            broken = schedule.before_root_forward()
+            broken = schedule.before_root_forward(self.backend.autograd.grad_enabled())
             for unit in self._below:
                 unit.reset(broken)
                 unit.sight.forward_begins()
