@@ -81,7 +81,7 @@ class Unit:
         self.runs_method = False
         """A method runs that `register_fsdp_forward_method` has made a forward."""
         self.reshard_after_forward: bool | int | None = None
-        self.stays_for_backward = True
+        self._is_asked_to_reshard = False
         self.set_reshard_after_forward(reshard_after_forward)
         self.sight = Sight(self)
         self._hooks = []
@@ -107,6 +107,11 @@ class Unit:
         if self._schedule is None:
             self._schedule = self._new_schedule([self])
         return self._schedule.gathers
+
+    @property
+    def stays_for_backward(self) -> bool:
+        """See `schedule.ScheduledUnit`. What nothing is gathered of is not followed in backward."""
+        return not self._is_asked_to_reshard and bool(self.served)
 
     @property
     def accumulation(self) -> str:
@@ -163,7 +168,7 @@ class Unit:
         self._free()  # what is kept now may be of another size
         size = self.shard_group.size
         self.part_group = None
-        self.stays_for_backward = asked is None
+        self._is_asked_to_reshard = asked is not None
         if asked is None or isinstance(asked, bool):
             self.reshard_after_forward = asked
             return
