@@ -176,6 +176,69 @@ def test_a_unit_that_stays_for_backward_and_is_called_once_more_is_there():
     assert not engine.runtime.buffers
 
 
+def ended_forward(engine_settings=None):
+    """A model whose second forward has retained its layer 2; no backward has come."""
+    engine, model = flat(engine_settings, layers="12")
+    for _ in range(2):
+        engine.forward(model)
+    assert story(engine)[-1] == "retain 2"
+    return engine, model, model.calls[-1]
+
+
+def test_a_unit_that_stays_for_backward_and_is_called_by_itself_is_gathered_anew():
+    engine, model, last = ended_forward()
+    engine.schedule.before_forward(last.unit)
+    engine.schedule.after_forward(last.unit, recording=True)
+    assert story(engine) == ["free 2", "gather 2", "free 2"]
+    engine.backward(model)
+    assert not engine.runtime.buffers
+
+
+def test_a_unit_that_stays_for_backward_and_is_gathered_by_hand_is_gathered_anew_and_kept():
+    engine, model = flat(layers="12")
+    engine.forward(model)
+    three = FakeUnit("3")
+    engine.events.clear()
+    engine.schedule.before_root_forward(True)
+    for call in model.all():
+        engine.schedule.before_forward(call.unit)
+        if call.unit is not model.unit:
+            engine.schedule.after_forward(call.unit, recording=True)
+    engine.schedule.gathers.fetch_anew(call.unit)
+    engine.schedule.gathers.keep(call.unit)
+    assert story(engine)[-3:] == ["retain 2", "free 2", "gather 2"]
+    engine.schedule.before_forward(three)
+    assert story(engine) == ["free 1", "gather 3"], "1 was to stay for a backward that will begin with 3"
+
+
+def test_what_was_kept_for_the_next_forward_stays_for_its_backward_alone():
+    engine, model, last = ended_forward()
+    engine.schedule.gathers.fetch_anew(last.unit)
+    engine.schedule.gathers.keep(last.unit)
+    engine.forward(model)
+    assert [event for event in story(engine) if event.endswith(" 2")] == ["free 2", "gather 2", "retain 2"]
+    engine.forward(model)
+    assert [event for event in story(engine) if event.endswith(" 2")] == ["free 2", "gather 2", "retain 2"]
+
+
+def test_where_forward_goes_another_way_than_the_last_one_nothing_is_held_that_was_to_stay():
+    engine, model = flat(layers="1234")
+    engine.forward(model)
+    model.calls[-1] = model.calls[0]
+    engine.events.clear()
+    engine.forward(model)
+    found = story(engine)
+    assert found[found.index("retain 3") :] == [
+        "retain 3",
+        "free 3",
+        "gather 1",
+        "gather 2",
+        "free 1",
+        "free 4",
+        "free 2",
+    ]
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_no_more_units_are_whole_than_the_root_one_layer_and_those_ahead(depth):
     engine, model = flat(Settings(depth, depth), layers="123456")

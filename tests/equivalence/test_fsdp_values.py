@@ -36,3 +36,8 @@ def test_values_that_are_missing_or_wrong_are_told_by_name(pool, backend_name):
 
 def test_new_values_may_be_loaded_at_any_time(pool, backend_name):
     assert pool(backend_name, 2).run(f"{BODIES}:loaded_while_it_trains") == [(True, True)] * 2
+
+
+def test_what_stays_for_a_backward_that_never_comes_is_seen_by_nothing_else(pool, backend_name):
+    for seen in pool(backend_name, 2).run(f"{BODIES}:changed_after_a_forward"):
+        assert seen == {"called": True, "gathered": True, "next forward": True}

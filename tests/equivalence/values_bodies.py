@@ -149,3 +149,47 @@ def loaded_while_it_trains(backend):
     hp.load_full_parameters(model, values)
     same = all(one is other for one, (_, other) in zip(before, hp.trainable_parameters(model)))
     return same, all(np.array_equal(found, values[name]) for name, found in hp.full_parameters(model).items())
+
+
+def changed_after_a_forward(backend):
+    """Shards change in place when a forward has been recorded that no backward follows. Does the unit that backward
+    would have begun with see the new values: called by itself, gathered by hand, and in the next forward where it had
+    been gathered by hand before?"""
+    model, whole = linears(backend), linears(backend)
+    values = values_of(backend, whole)
+    backend.modules.load_parameters(model, values)
+    sharded(backend, model)
+    for _ in range(2):
+        step(backend, model)
+    x = backend.tensors.from_numpy(np.ones((2, SIZES[0]), "float32"))
+    parameters, first = hp.trainable_parameters(model), model[0]
+
+    def broken_off(x):
+        model(x)
+        raise ZeroDivisionError
+
+    def forward_then_change():
+        try:
+            hp.value_and_grad(broken_off, [p for _, p in parameters])(x)
+        except ZeroDivisionError:
+            pass
+        values.update({name: value + 1 for name, value in values.items()})
+        backend.modules.load_parameters(whole, values)
+        for name, parameter in parameters:
+            part = hp.layout_of(parameter).shard(values[name], backend.collectives.rank())
+            if part.size:
+                with backend.autograd.no_grad():
+                    backend.tensors.copy_(parameter, backend.tensors.from_numpy(part))
+
+    def same(one, other):
+        with backend.autograd.no_grad():
+            return np.array_equal(backend.tensors.to_numpy(one(x)), backend.tensors.to_numpy(other(x)))
+
+    forward_then_change()
+    seen = {"called": same(first, whole[0])}
+    forward_then_change()
+    first.unshard()
+    seen["gathered"] = np.array_equal(backend.tensors.to_numpy(first.weight), values["0.weight"])
+    forward_then_change()
+    seen["next forward"] = same(model, whole)
+    return seen

@@ -133,7 +133,7 @@ class UnshardHandle:
         if unit.is_detached:
             raise ConfigError("unshard: the model was restored since this unit was made, and its parameters are whole")
         self._unit: Unit | None = unit
-        unit.gathers.fetch(unit)
+        unit.gathers.fetch_anew(unit)
         unit.gathers.keep(unit)
 
     def wait(self) -> None:

@@ -18,6 +18,7 @@ class Gathers:
         self._ahead: set[ScheduledUnit] = set()  # fetched for a use that has not come yet
         self._shrunk: dict[ScheduledUnit, None] = {}  # a part is kept, from which a smaller group gathers again
         self._kept: set[ScheduledUnit] = set()  # stays when a new forward begins
+        self._retained: dict[ScheduledUnit, None] = {}  # readable, for the backward of the forward that has left it
         self.unused = 0
         """How often a unit was fetched ahead for a use that did not come."""
 
@@ -35,6 +36,12 @@ class Gathers:
             self.runtime.issue_gather(unit)
             self._coming[unit] = None
 
+    def fetch_anew(self, unit: ScheduledUnit) -> None:
+        """Start gathering what the shards hold now, if need be: since a unit was retained they may have changed."""
+        if unit in self._retained:
+            self.free(unit)
+        self.fetch(unit)
+
     def fetch_ahead(self, units: Iterable[ScheduledUnit]) -> None:
         """Start gathering what is likely to be used next."""
         for unit in units:
@@ -47,10 +54,25 @@ class Gathers:
         self.fetch(unit)
         self._arrive(unit)
         self._ahead.discard(unit)
+        self._retained.pop(unit, None)
 
     def keep(self, unit: ScheduledUnit) -> None:
         """Let a unit stay as it is when the next forward begins."""
         self._kept.add(unit)
+
+    def retain(self, unit: ScheduledUnit) -> None:
+        """Let a unit that has been computed with stay for backward, and for nothing else."""
+        self._arrive(unit)
+        if unit in self._readable:
+            self._kept.discard(unit)
+            self._retained[unit] = None
+            self.runtime.retain(unit)
+
+    def free_retained(self, used: ScheduledUnit) -> None:
+        """Free what was retained, but for what is `used` now: backward will not begin with it."""
+        for unit in list(self._retained):
+            if unit is not used:
+                self.free(unit)
 
     def free(self, unit: ScheduledUnit) -> None:
         """Give the memory back, once nothing writes to it any more."""
@@ -60,6 +82,7 @@ class Gathers:
             self._shrunk.pop(unit, None)
             self.runtime.free(unit)
         self._kept.discard(unit)
+        self._retained.pop(unit, None)
         if unit in self._ahead:
             self._ahead.discard(unit)
             self.unused += 1
@@ -108,6 +131,7 @@ class Gathers:
         self._readable.update(other._readable)
         self._shrunk.update(other._shrunk)
         self._kept |= other._kept
+        self._retained.update(other._retained)
         self._ahead |= other._ahead
         self.unused += other.unused
 

@@ -141,8 +141,9 @@ class Schedule:
         self._forwards: Counter[ScheduledUnit] = Counter()
         self._entered: list[ScheduledUnit] = []  # in the forward of the root that runs now, or the last one
         self._left: list[ScheduledUnit] = []
-        self._left_before: list[ScheduledUnit] = []  # in the last forward of the root that came to its end
-        self._retained: dict[ScheduledUnit, None] = {}  # left, and not freed, since backward is to begin with them
+        self._entered_before: list[ScheduledUnit] = []  # in the last forward of the root that came to its end
+        self._left_before: list[ScheduledUnit] = []
+        self._goes_as_before = False
         self._root_runs = self._root_records = False
         self._forward_order = self._backward_order = Order()
         self.backward_number = 0
@@ -187,18 +188,18 @@ class Schedule:
         self._forget_backward()
         if disagreed:
             self.gathers.free_everything()
-            self._entered, self._left_before = [], []
+            self._entered, self._entered_before, self._left_before = [], [], []
         self.gathers.free_what_is_not_kept()
         self._forward_order = Order(self._entered)
         self._entered, self._left = [], []
-        self._root_runs, self._root_records = True, recording
-        self._retained.clear()
+        self._goes_as_before, self._root_runs, self._root_records = True, True, recording
         return broken
 
     def after_root_forward(self, recording: bool) -> None:
         """The outermost unit is left."""
         if not self._runtime.in_backward():
-            self._root_runs, self._left_before = False, self._left
+            self._root_runs = False
+            self._entered_before, self._left_before = self._entered, self._left
             self._backward_order = Order(reversed(self._left))
             self.gathers.free_unused()
             if not recording:
@@ -210,20 +211,20 @@ class Schedule:
             self._forwards[unit] += 1
             if self._root_runs:
                 self._entered.append(unit)
-                self._free_wrongly_retained(unit)
-            self.gathers.fetch(unit)
-            if self._root_runs:
+                self._compare_with_before()
+                self.gathers.fetch(unit)
                 following = self._forward_order.after(unit, self.settings.forward_prefetch_depth)
                 self.gathers.fetch_ahead(unit.forward_prefetch or following)
+            else:
+                self.gathers.fetch_anew(unit)
         self.gathers.have(unit)
 
-    def _free_wrongly_retained(self, entered: ScheduledUnit) -> None:
-        """Where the last forward came to its end this one goes on: backward will not begin with what was retained."""
-        self._retained.pop(entered, None)
-        if len(self._left) >= len(self._left_before) - 1:
-            for unit in self._retained:
-                self.gathers.free(unit)
-            self._retained.clear()
+    def _compare_with_before(self) -> None:
+        """Where this forward goes another way than the last one, backward will not begin with what was retained."""
+        place = len(self._entered) - 1
+        if self._goes_as_before and self._entered[place:] != self._entered_before[place : place + 1]:
+            self._goes_as_before = False
+            self.gathers.free_retained(used=self._entered[-1])
 
     def after_forward(self, unit: ScheduledUnit, recording: bool, watched: bool = True) -> None:
         """A module has run. In a recompute its parameters stay: the backward of the same module comes next.
@@ -245,8 +246,7 @@ class Schedule:
             if not recording:
                 self.gathers.free(unit)
         elif self._root_runs and self._root_records and self._begins_backward(unit):
-            self._runtime.retain(unit)
-            self._retained[unit] = None
+            self.gathers.retain(unit)
         elif wish is True or not recording:
             self.gathers.free(unit)
         else:
@@ -257,7 +257,8 @@ class Schedule:
         this forward goes on as the last one did. Freed, it would be gathered again at once."""
         *before, root = self._left_before or [unit]
         place = len(self._left) - 1
-        if not (unit.stays_for_backward and unit.unshard_in_backward and unit in before[place : place + 1]):
+        stays = self._goes_as_before and unit.stays_for_backward and unit.unshard_in_backward
+        if not stays or unit not in before[place : place + 1]:
             return False
         asked = root.backward_prefetch or before[-1].backward_prefetch
         return len(before) - place <= 1 + (0 if asked else self.settings.backward_prefetch_depth)
