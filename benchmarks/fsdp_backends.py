@@ -8,8 +8,8 @@ One decoder (`hyper_parallel.models`) with the same weights and tokens, float32,
 kernels use threads of its own all the same). A step is forward, loss and backward by `hyper_parallel.value_and_grad`,
 without an optimizer. First the losses and gradients of both backends are held against each other, and sharded ones
 against the mean of whole ones; the bytes that units count must be equal. Then all take turns in rounds: medians count,
-and ratios are medians of those within rounds. "added" is what sharding adds, sharded less crowded in the same round; its
-ratio is that of its medians.
+and ratios are medians of those within rounds. "added" is what sharding adds, sharded less crowded in the same round;
+its ratio is that of its medians.
 
 "wall" is the time until the slowest rank is done, "busy" the CPU time of all ranks. "start" and "wait" are what the
 step's thread spends in starting collectives of a kind and in waiting for them, the mean over ranks: those of mccl are
