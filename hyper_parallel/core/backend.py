@@ -214,10 +214,10 @@ class Collectives(Protocol):
     """Collectives on contiguous tensors. Outputs are written in place, aliases included.
 
     All reductions are sums. With `async_op` a call returns at once and the result is there after `Work.wait()`;
-    without it the returned work is already done. All ranks of a group call in the same order. A group of one
-    moves nothing over a network and gives the same results. Errors are `CommunicationError`s that name the
-    operation, the ranks of the group and the rank that noticed; shapes, dtypes and contiguity are checked before
-    anything is launched.
+    without it the returned work is already done. All ranks of a group call in the same order, with the same
+    `async_op`. A group of one moves nothing over a network and gives the same results. Errors are
+    `CommunicationError`s that name the operation, the ranks of the group and the rank that noticed; shapes, dtypes and
+    contiguity are checked before anything is launched.
     """
 
     def initialize(self, launch: Launch) -> None:

@@ -176,6 +176,18 @@ def test_a_unit_that_stays_for_backward_and_is_called_once_more_is_there():
     assert not engine.runtime.buffers
 
 
+def test_an_evaluation_that_goes_another_way_leaves_steps_as_they_are():
+    engine, model = flat(layers="123")
+    steps = []
+    for _ in range(3):
+        engine.forward(model)
+        engine.backward(model)
+        steps.append(story(engine))
+        engine.forward(Call(model.unit, model.calls[:1]), recording=False)
+        engine.events.clear()
+    assert steps[1] == steps[2] and "retain 3" in steps[1]
+
+
 def ended_forward(engine_settings=None):
     """A model whose second forward has retained its layer 2; no backward has come."""
     engine, model = flat(engine_settings, layers="12")

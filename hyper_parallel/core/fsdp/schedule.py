@@ -5,10 +5,10 @@ It knows no tensor and no framework: both backends drive the same object, and so
 tests.
 
 Forward: gather before, free after; what backward would gather again at its very beginning, by the order of the last
-forward, may stay. Backward: gather before the first gradient enters a unit, free when the last has left it, reduce when
-the gradients of all its parameters are complete. What is likely to come next is fetched ahead, before a unit's own
-gather is waited for: in forward by the order of the last forward, in backward by that order reversed, unless a unit
-says itself what to fetch. A recompute fetches nothing ahead. Layers are counted in forward order, backward runs
+recorded forward, may stay. Backward: gather before the first gradient enters a unit, free when the last has left it,
+reduce when the gradients of all its parameters are complete. What is likely to come next is fetched ahead, before a
+unit's own gather is waited for: in forward by the order of the last forward, in backward by that order reversed, unless
+a unit says itself what to fetch. A recompute fetches nothing ahead. Layers are counted in forward order, backward runs
 downwards:
 
     post-backward step of layer l:  (1) wait for the reduce-scatter of layer l+1
@@ -141,7 +141,7 @@ class Schedule:
         self._forwards: Counter[ScheduledUnit] = Counter()
         self._entered: list[ScheduledUnit] = []  # in the forward of the root that runs now, or the last one
         self._left: list[ScheduledUnit] = []
-        self._entered_before: list[ScheduledUnit] = []  # in the last forward of the root that came to its end
+        self._entered_before: list[ScheduledUnit] = []  # in the last one that was recorded to its end
         self._left_before: list[ScheduledUnit] = []
         self._goes_as_before = False
         self._root_runs = self._root_records = False
@@ -199,7 +199,8 @@ class Schedule:
         """The outermost unit is left."""
         if not self._runtime.in_backward():
             self._root_runs = False
-            self._entered_before, self._left_before = self._entered, self._left
+            if recording:  # after an evaluation that goes another way, training goes on as before
+                self._entered_before, self._left_before = self._entered, self._left
             self._backward_order = Order(reversed(self._left))
             self.gathers.free_unused()
             if not recording:
@@ -220,7 +221,7 @@ class Schedule:
         self.gathers.have(unit)
 
     def _compare_with_before(self) -> None:
-        """Where this forward goes another way than the last one, backward will not begin with what was retained."""
+        """Where this forward goes another way than the last recorded one, backward does not begin with what stayed."""
         place = len(self._entered) - 1
         if self._goes_as_before and self._entered[place:] != self._entered_before[place : place + 1]:
             self._goes_as_before = False
