@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -149,6 +150,8 @@ class Training:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A shell that starts the tests in the background lets them ignore it, and so would what they start.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         wait_until(lambda: len(metrics_so_far(self.folder)) >= 10, 90, "step 10")
         self.ranks = ranks_of(self.process.pid)
