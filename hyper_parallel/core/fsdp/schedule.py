@@ -255,7 +255,7 @@ class Schedule:
 
     def _begins_backward(self, unit: ScheduledUnit) -> bool:
         """Tell whether the unit, which has just been left, is what backward needs first, or fetches ahead for that: if
-        this forward goes on as the last one did. Freed, it would be gathered again at once."""
+        this forward goes on as the last recorded one did. Freed, it would be gathered again at once."""
         *before, root = self._left_before or [unit]
         place = len(self._left) - 1
         stays = self._goes_as_before and unit.stays_for_backward and unit.unshard_in_backward

@@ -83,7 +83,7 @@ class Agreement:
             if (
                 gradient is not None
                 and tuple(gradient.shape) != wanted
-                and (backend.optimizer.lies_alike(whole, each.parameter))
+                and backend.optimizer.lies_alike(whole, each.parameter)
             ):
                 return local, Found(
                     GradientError(

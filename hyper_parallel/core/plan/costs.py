@@ -16,6 +16,7 @@ from typing import Iterator
 
 import numpy as np
 
+from hyper_parallel.core.fsdp.schedule import Settings
 from hyper_parallel.core.layout import Layout
 from hyper_parallel.core.mesh import DeviceMesh
 from hyper_parallel.core.placement import Placement, Replicate, Shard
@@ -27,8 +28,8 @@ from hyper_parallel.core.wire import Step
 
 MOMENTS = 2
 """States that AdamW keeps for an element of a parameter, in the parameter's dtype."""
-BACKWARD_BEGINS_WITH = 2
-"""Units: the last one of the model, and the one that is fetched ahead of it."""
+BACKWARD_BEGINS_WITH = 1 + Settings.backward_prefetch_depth
+"""Units: the last one of the model, and those that are fetched ahead of it."""
 
 
 @dataclass(frozen=True)
